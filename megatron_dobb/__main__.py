@@ -1,0 +1,55 @@
+"""Run an unmodified training script with `--optimizer dobb` available.
+
+python -m megatron_dobb pretrain_gpt.py --optimizer dobb --use-distributed-optimizer ...
+torchrun --nproc-per-node 8 -m megatron_dobb pretrain_gpt.py --optimizer dobb ...
+"""
+
+import os
+import runpy
+import sys
+
+from .errors import DobbError
+from .version import __version__
+
+USAGE = f"""usage: python -m megatron_dobb SCRIPT [ARGUMENT ...]
+
+Runs a Megatron training script, such as pretrain_gpt.py, that then accepts
+--optimizer dobb and the --dobb-* flags (listed by: python -m megatron_dobb SCRIPT --help).
+Under torchrun: torchrun --nproc-per-node 8 -m megatron_dobb SCRIPT [ARGUMENT ...]
+
+megatron_dobb {__version__}"""
+
+
+def main() -> None:
+    """Install the seam, then run the script as `__main__` with its own arguments."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        print(__version__)
+        return
+    script = arguments[0]
+    if not os.path.isfile(script):
+        print(
+            f"megatron_dobb: no script {script!r} in {os.getcwd()}; give the path of a training script",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    from .megatron import install
+
+    install()
+    sys.argv = arguments
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except DobbError as error:
+        # One sentence that says what to do; the chain of Megatron's frames would hide it.
+        if os.environ.get("MEGATRON_DOBB_TRACEBACK") == "1":
+            raise
+        print(f"megatron_dobb: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

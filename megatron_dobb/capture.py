@@ -1,0 +1,128 @@
+"""Second-moment sums of a model's input activations, taken by forward hooks on refresh steps."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .moment import gram
+
+ActivationOf = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the input activations of one managed weight can be seen.
+
+    Attributes:
+        key: the weight's name.
+        module: the module whose forward call multiplies the weight.
+        width: width of the weight's blocks.
+        activation: returns the tensor that multiplies the weight, `[..., n]`, from a forward call's arguments.
+        sequence_dim: the dimension of that tensor that counts sequences.
+    """
+
+    key: str
+    module: nn.Module
+    width: int
+    activation: ActivationOf
+    sequence_dim: int
+
+
+@dataclass
+class MomentSum:
+    """`sum_tokens x_j x_j^T`, `[blocks, b, b]` fp32 or None before the first token, and the number of tokens."""
+
+    total: Tensor | None = None
+    tokens: int = 0
+
+
+@dataclass
+class Capture:
+    """Hooks on a model that sum the moments of the first sequences of each global batch.
+
+    The global batch is counted as Megatron deals it out: micro-batch `i` of rank `r` holds sequences
+    `(i * ranks + r) * s` to `(i * ranks + r + 1) * s - 1`, for micro-batches of `s` sequences. Which sequences are
+    taken therefore depends neither on `s` nor on `ranks`.
+
+    Attributes:
+        root: the model; each of its forward calls in training mode is one micro-batch.
+        sources: what to capture.
+        sequences: how many sequences of a global batch to take; None takes all of them.
+        rank: this rank's place among the data-parallel ranks.
+        ranks: number of data-parallel ranks that hold different sequences.
+        default_to_first: with `sequences` None, settle it at the first captured micro-batch as one micro-batch of
+            every rank.
+    """
+
+    root: nn.Module
+    sources: Iterable[Source]
+    sequences: int | None
+    rank: int = 0
+    ranks: int = 1
+    default_to_first: bool = False
+    armed: bool = False
+    microbatch: int = -1
+    sums: dict[str, MomentSum] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sources = list(self.sources)
+        self.handles = [self.root.register_forward_pre_hook(self._count_microbatch)]
+        for source in self.sources:
+            self.handles.append(source.module.register_forward_hook(self._hook(source), with_kwargs=True))
+        self.begin(armed=False)
+
+    def begin(self, armed: bool) -> None:
+        """Start a step, or start it again: forget what was captured and count micro-batches from zero."""
+        self.armed = armed
+        self.microbatch = -1
+        self.sums = {source.key: MomentSum() for source in self.sources}
+
+    def take(self) -> dict[str, MomentSum]:
+        """Hand over the sums of this step and disarm."""
+        sums = self.sums
+        self.begin(armed=False)
+        return sums
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def taken(self, sequences: int) -> int:
+        """How many of this rank's current micro-batch of `sequences` sequences to take."""
+        if self.sequences is None:
+            if not self.default_to_first:
+                return sequences
+            self.sequences = sequences * self.ranks
+        first = (max(self.microbatch, 0) * self.ranks + self.rank) * sequences
+        return min(max(self.sequences - first, 0), sequences)
+
+    def _count_microbatch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and not _in_backward():
+            self.microbatch += 1
+
+    def _hook(self, source: Source) -> Callable[..., None]:
+        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not self.armed or not module.training or _in_backward():
+                return
+            with torch.no_grad():
+                x = source.activation(module, args, kwargs).detach()
+                count = self.taken(x.shape[source.sequence_dim])
+                if count == 0:
+                    return
+                x = x.narrow(source.sequence_dim, 0, count)
+                addition = gram(x, source.width)
+                entry = self.sums[source.key]
+                entry.total = addition if entry.total is None else entry.total.add_(addition)
+                entry.tokens += x.numel() // x.shape[-1]
+
+        return capture
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running, so that a forward call is an activation recompute and was captured before."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,153 @@
+"""Every setting of Dobb, validated at birth. Defaults are the paper's principal configuration (PAPER, section 4)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, get_args
+
+import torch
+
+from .errors import ConfigError
+from .orthogonalize import Method
+
+DEFAULT_BLOCKS = 16
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+QR_METHODS = get_args(Method)
+CAPTURE_POLICIES = ("first", "all")
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a setting."""
+    return "--dobb-" + name.replace("_", "-")
+
+
+def matches(pattern: str, weight_name: str) -> bool:
+    """Whether a glob pattern names a weight: by its full name, or by the name of the module that owns it."""
+    return fnmatchcase(weight_name, pattern) or fnmatchcase(weight_name.rpartition(".")[0], pattern)
+
+
+@dataclass(frozen=True)
+class DobbConfig:
+    """Settings of the optimizer; the flag of each is `--dobb-` and its name.
+
+    Attributes:
+        blocks: blocks over the input axis of every weight (`B`), or a mapping from name pattern to count where
+            the pattern `*` gives the default. Exclusive with `block_width`; 16 if neither is given.
+        block_width: columns in one block (`b`).
+        blocks_for: block counts for weights whose name matches a glob pattern; the first match wins.
+        refresh_interval: steps between two refreshes of the bases (`T`).
+        iterations: orthogonal iterations in one refresh (`k`).
+        momentum: decay of the momentum (`mu`), in [0, 1).
+        moment_beta: decay of the second moments (`beta_A`), in [0, 1).
+        nesterov: project `mu M + (1 - mu) G` in place of `M`.
+        qr: how a basis is orthogonalised: `householder`, `cholesky` or `eigh` (exact eigendecomposition).
+        capture: `first` takes the first `capture_sequences` sequences of a global batch, `all` every one.
+        capture_sequences: number of sequences; `None` means the first global micro-batch at the first launch.
+        exclude: glob patterns of weights that AdamW updates instead.
+        update_scale: `tau`, the update's RMS for a weight with `m >= n`.
+        moment_dtype: storage of the moments, `fp32` or `bf16`.
+        basis_dtype: storage of the bases, `fp32` or `bf16`.
+
+    Raises:
+        ConfigError: if a value is out of range or two settings contradict each other.
+    """
+
+    blocks: int | Mapping[str, int] | None = None
+    block_width: int | None = None
+    blocks_for: Mapping[str, int] = field(default_factory=dict)
+    refresh_interval: int = 9
+    iterations: int = 1
+    momentum: float = 0.95
+    moment_beta: float = 0.95
+    nesterov: bool = False
+    qr: Method = "householder"
+    capture: str = "first"
+    capture_sequences: int | None = None
+    exclude: tuple[str, ...] = ()
+    update_scale: float = 0.2
+    moment_dtype: str = "fp32"
+    basis_dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.blocks, Mapping):
+            per_pattern = dict(self.blocks)
+            default = per_pattern.pop("*", None)
+            object.__setattr__(self, "blocks_for", {**self.blocks_for, **per_pattern})
+            object.__setattr__(self, "blocks", default)
+        if self.blocks is not None and self.block_width is not None:
+            raise ConfigError(
+                f"--dobb-blocks {self.blocks} and --dobb-block-width {self.block_width} exclude each other: "
+                "give one of them"
+            )
+        if self.blocks is None and self.block_width is None:
+            object.__setattr__(self, "blocks", DEFAULT_BLOCKS)
+        for name in ("blocks", "block_width", "capture_sequences"):
+            if getattr(self, name) is not None:
+                self._check_count(name, getattr(self, name))
+        for name in ("refresh_interval", "iterations"):
+            self._check_count(name, getattr(self, name))
+        for pattern, count in self.blocks_for.items():
+            self._check_count("blocks_for", count, shown=f"{pattern}={count}")
+        for name in ("momentum", "moment_beta"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0.0 <= value < 1.0):
+                raise ConfigError(f"{flag(name)} {value} must be at least 0 and below 1; the usual value is 0.95")
+        if not (isinstance(self.update_scale, int | float) and 0 < self.update_scale < math.inf):
+            raise ConfigError(f"{flag('update_scale')} {self.update_scale} must be positive; the usual value is 0.2")
+        self._check_choice("qr", QR_METHODS)
+        self._check_choice("capture", CAPTURE_POLICIES)
+        self._check_choice("moment_dtype", tuple(DTYPES))
+        self._check_choice("basis_dtype", tuple(DTYPES))
+        if self.capture == "all" and self.capture_sequences is not None:
+            raise ConfigError(
+                f"--dobb-capture-sequences {self.capture_sequences} has no meaning with --dobb-capture all: "
+                "leave one of them out"
+            )
+        if isinstance(self.exclude, str):
+            object.__setattr__(self, "exclude", (self.exclude,))
+
+    def _check_count(self, name: str, value: Any, shown: str | None = None) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{flag(name)} {shown or value} must be a whole number of at least 1")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ConfigError(f"{flag(name)} {value} is unknown: use one of {', '.join(choices)}")
+
+    def blocks_of(self, weight_name: str) -> dict[str, int | None]:
+        """The `blocks=` or `width=` argument of `block_width` for one weight."""
+        for pattern, count in self.blocks_for.items():
+            if matches(pattern, weight_name):
+                return {"blocks": count}
+        if self.block_width is not None:
+            return {"width": self.block_width}
+        assert isinstance(self.blocks, int)
+        return {"blocks": self.blocks}
+
+    def excluded(self, weight_name: str) -> bool:
+        """Whether the user sent this weight to AdamW."""
+        return any(matches(pattern, weight_name) for pattern in self.exclude)
+
+    def patterns_matching(self, weight_name: str) -> set[str]:
+        """The user's patterns that name this weight."""
+        return {p for p in (*self.exclude, *self.blocks_for) if matches(p, weight_name)}
+
+    def check_patterns_used(self, used: set[str]) -> None:
+        """Raise for a pattern that names no weight of the model.
+
+        Args:
+            used: every pattern that matched at least one weight, over all ranks.
+        """
+        for name, patterns in (("exclude", self.exclude), ("blocks_for", tuple(self.blocks_for))):
+            for pattern in patterns:
+                if pattern not in used:
+                    raise ConfigError(
+                        f"{flag(name)} {pattern!r} matches no weight that Dobb could manage; patterns are globs "
+                        "over full names, such as '*.mlp.linear_fc2'"
+                    )
+
+    def refresh_due(self, step: int) -> bool:
+        """Whether the step after `step` attempted ones is a refresh step: the first, then every `T`."""
+        return step % self.refresh_interval == 0

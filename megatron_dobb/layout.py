@@ -1,0 +1,311 @@
+"""Where each parameter lies in a param/grad buffer, so that no shard boundary cuts a block.
+
+Megatron's distributed optimizer cuts every bucket of a buffer into as many equal flat shards as there are
+ranks. A rank can project its part of a weight alone exactly when every cut inside that weight lies a multiple
+of its block width from its start. Three rules give that and keep Megatron's own contract:
+
+* Parameters go to the same buckets as in Megatron's own layout (decided on its positions, before ours), so
+  the number and order of collectives never change.
+* Inside a bucket, counted from its start, a managed weight starts at a multiple of lcm(64, its width) and
+  anything else at a multiple of 64. No start depends on the number of shards.
+* A bucket's length is a multiple of Megatron's divisor, and of `shards` times the lcm of the widths inside.
+
+Megatron counts its 64 from the buffer's start. That is the same thing: every bucket starts at a multiple of
+the divisor, which is a multiple of 128. Without managed weights the result is Megatron's own to the element.
+
+Nothing here imports torch or Megatron: a plan for thousands of ranks needs neither.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .blocks import Shard, suggest_widths
+from .errors import LayoutError
+
+START_MULTIPLE = 64
+"""Elements to which Megatron aligns the start of every parameter (`pad_param_start`)."""
+
+MAX_ALIGNMENT_UNIT = 2**19
+"""Largest lcm of 64 and the block widths of one bucket: about half of one shard of a full default bucket on
+many ranks (1M elements). Every shard is rounded up to a multiple of its widths."""
+
+
+def bucket_divisor(shards: int, pad_for_high_nccl_busbw: bool = False) -> int:
+    """What Megatron pads bucket ends to (`bucket_end_divisor`): lcm(shards, 128[, 2^16])."""
+    return math.lcm(shards, 128, 2**16 if pad_for_high_nccl_busbw else 1)
+
+
+def default_bucket_size(shards: int) -> int:
+    """Elements in one of Megatron's buckets with `--overlap-grad-reduce` and no `--ddp-bucket-size`."""
+    return max(40_000_000, 1_000_000 * shards)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Item:
+    """One parameter of a buffer, as far as its place is concerned.
+
+    Args:
+        numel: elements of this parameter on this rank.
+        width: columns in one block; 0 when Dobb does not manage it.
+        own_bucket: Megatron's `shared_embedding`: nothing else may share its bucket.
+        name: for messages.
+        columns: input features of the weight on this rank (0 if unknown), for advice and for `held_blocks`.
+        column_shards: tensor-parallel ranks that share the input features, for advice.
+
+    Raises:
+        LayoutError: if the blocks do not fill the parameter.
+    """
+
+    numel: int
+    width: int = 0
+    own_bucket: bool = False
+    name: str = ""
+    columns: int = 0
+    column_shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.numel < 0 or self.width < 0 or (self.width and self.numel % self.width):
+            raise LayoutError(
+                f"{self.label}: blocks of width {self.width} do not fill its {self.numel} elements; the "
+                f"width must divide the weight's input features on this rank"
+            )
+        if self.width and self.columns % self.width:
+            raise LayoutError(
+                f"{self.label}: block width {self.width} does not divide the {self.columns} input features "
+                f"on this rank"
+            )
+
+    @property
+    def label(self) -> str:
+        """The name to print."""
+        return self.name or "an unnamed weight"
+
+    @property
+    def start_multiple(self) -> int:
+        """What this item's start, counted from its bucket's, is a multiple of."""
+        return math.lcm(START_MULTIPLE, self.width or 1)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Elements of one bucket: its parameters', in Megatron's own layout, in ours; and its alignment unit."""
+
+    bucket: int
+    needed: int
+    stock_length: int
+    length: int
+    unit: int
+
+    @property
+    def extra(self) -> int:
+        """Elements that this layout adds to Megatron's own."""
+        return self.length - self.stock_length
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Places of `items` in one buffer that is cut into `shards` shards per bucket.
+
+    `starts`, `ends` and `bucket_ids` follow the order of `items` (placement order: Megatron's reversed one);
+    positions count elements from the buffer's start. `buckets` holds (start, end) of each bucket, `unpadded`
+    its length without the padding at its end (Megatron's `per_bucket_numel_unpadded`), and `divisor` is what
+    Megatron alone would pad bucket ends to.
+    """
+
+    items: tuple[Item, ...]
+    shards: int
+    divisor: int
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    bucket_ids: tuple[int, ...]
+    buckets: tuple[tuple[int, int], ...]
+    unpadded: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the whole buffer."""
+        return self.buckets[-1][1] if self.buckets else 0
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Elements in each bucket."""
+        return tuple(end - start for start, end in self.buckets)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Elements of each bucket that belong to no parameter."""
+        left = list(self.lengths)
+        for item, bucket in zip(self.items, self.bucket_ids, strict=True):
+            left[bucket] -= item.numel
+        return tuple(left)
+
+    def holders(self, index: int) -> range:
+        """Ranks whose shard holds at least one element of item `index`."""
+        start, end, shard = self._span(index)
+        return range(start // shard, -(-end // shard)) if start < end else range(0)
+
+    def shard_range(self, index: int, rank: int) -> tuple[int, int] | None:
+        """The flat `[start, end)` of item `index` in shard `rank`, counted from the item's start."""
+        start, end, shard = self._span(index)
+        low, high = max(start, rank * shard), min(end, (rank + 1) * shard)
+        return (low - start, high - start) if low < high else None
+
+    def held_blocks(self, index: int, rank: int) -> tuple[int, ...]:
+        """The blocks of managed item `index` of which shard `rank` holds at least one row, ascending."""
+        item, held = self.items[index], self.shard_range(index, rank)
+        return Shard(*held, item.columns, item.width).held_blocks() if held and item.width else ()
+
+    def cuts(self, index: int) -> tuple[int, ...]:
+        """Where shard boundaries cut item `index`, counted from the item's start."""
+        start, _, shard = self._span(index)
+        return tuple(rank * shard - start for rank in self.holders(index)[1:])
+
+    def misaligned_cuts(self) -> Iterator[tuple[int, int]]:
+        """Every (item index, cut) at which a shard boundary lies inside a block of a managed item."""
+        for index, item in enumerate(self.items):
+            if item.width:
+                yield from ((index, cut) for cut in self.cuts(index) if cut % item.width)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every shard holds whole rows of blocks."""
+        return next(self.misaligned_cuts(), None) is None
+
+    def verify(self) -> None:
+        """Check that every shard holds whole rows of blocks.
+
+        Raises:
+            LayoutError: naming the first weight that is cut inside a block.
+        """
+        for index, cut in self.misaligned_cuts():
+            item = self.items[index]
+            raise LayoutError(
+                f"{item.label}: a boundary of one of the {self.shards} shards lies {cut} elements from its "
+                f"start, inside a block of width {item.width}. This param/grad buffer was not laid out by "
+                f"megatron_dobb: import megatron_dobb.patch before Megatron builds the model"
+            )
+
+    def padding_report(self) -> tuple[Padding, ...]:
+        """Per bucket, how many elements Megatron's own layout takes and how many this one does."""
+        members: list[list[Item]] = [[] for _ in self.buckets]
+        for item, bucket in zip(self.items, self.bucket_ids, strict=True):
+            members[bucket].append(item)
+        report = []
+        for bucket, inside in enumerate(members):
+            plain = [replace(item, width=0, own_bucket=False) for item in inside]
+            stock_length = align(plain, None, self.shards, self.divisor).numel
+            needed = sum(item.numel for item in inside)
+            report.append(Padding(bucket, needed, stock_length, self.lengths[bucket], alignment_unit(inside)))
+        return tuple(report)
+
+    def _span(self, index: int) -> tuple[int, int, int]:
+        """Start and end of item `index`, counted from its bucket's start, and that bucket's shard size."""
+        start, end = self.buckets[self.bucket_ids[index]]
+        return self.starts[index] - start, self.ends[index] - start, (end - start) // self.shards
+
+
+def align(items: Sequence[Item], bucket_size: int | None, shards: int, divisor: int) -> BufferLayout:
+    """Place `items` so that every shard holds whole rows of blocks.
+
+    Args:
+        items: in placement order (Megatron places a buffer's parameters in reverse).
+        bucket_size: elements after which Megatron closes a bucket; None for a single bucket.
+        shards: ranks that share each bucket (data-parallel size within one optimizer instance).
+        divisor: what Megatron pads bucket ends to, see `bucket_divisor`.
+
+    Raises:
+        LayoutError: if the widths in one bucket have an alignment unit above `MAX_ALIGNMENT_UNIT`.
+    """
+    if shards < 1 or divisor % shards or divisor % START_MULTIPLE:
+        raise LayoutError(
+            f"bucket divisor {divisor} must be a multiple of {START_MULTIPLE} and of the {shards} shards"
+        )
+    starts: list[int] = []
+    ends: list[int] = []
+    bucket_ids: list[int] = []
+    buckets: list[tuple[int, int]] = []
+    unpadded: list[int] = []
+    bucket_start = 0
+    for members, before_own_bucket in _memberships(items, bucket_size):
+        inside = items[members.start : members.stop]
+        _check_unit(inside)
+        position = 0
+        for item in inside:
+            position = round_up(position, item.start_multiple)
+            starts.append(bucket_start + position)
+            position += item.numel
+            ends.append(bucket_start + position)
+            bucket_ids.append(len(buckets))
+        if before_own_bucket:  # Megatron rounds here for the item that it then moves to the next bucket
+            position = round_up(position, START_MULTIPLE)
+        widths = math.lcm(*(item.width for item in inside if item.width))
+        bucket_end = bucket_start + round_up(position, math.lcm(divisor, shards * widths))
+        unpadded.append(position)
+        buckets.append((bucket_start, bucket_end))
+        bucket_start = bucket_end
+    return BufferLayout(
+        items=tuple(items),
+        shards=shards,
+        divisor=divisor,
+        starts=tuple(starts),
+        ends=tuple(ends),
+        bucket_ids=tuple(bucket_ids),
+        buckets=tuple(buckets),
+        unpadded=tuple(unpadded),
+    )
+
+
+def alignment_unit(items: Sequence[Item]) -> int:
+    """The lcm of 64 and of all block widths among `items`."""
+    return math.lcm(START_MULTIPLE, *(item.width for item in items if item.width))
+
+
+def _memberships(items: Sequence[Item], bucket_size: int | None) -> Iterator[tuple[range, bool]]:
+    """Each bucket's item indices in Megatron's own layout, and whether an own-bucket item forced its end."""
+    first = position = 0
+    for index, item in enumerate(items):
+        position = round_up(position, START_MULTIPLE)
+        if item.own_bucket and index > first:
+            yield range(first, index), True
+            first, position = index, 0
+        position += item.numel
+        if item.own_bucket or (bucket_size is not None and position >= bucket_size):
+            yield range(first, index + 1), False
+            first, position = index + 1, 0
+    if first < len(items):
+        yield range(first, len(items)), False
+
+
+def _check_unit(items: Sequence[Item]) -> None:
+    unit = alignment_unit(items)
+    if unit <= MAX_ALIGNMENT_UNIT:
+        return
+    groups: dict[tuple[int, int], list[Item]] = {}
+    for item in sorted(items, key=lambda item: -item.width):
+        if item.width:
+            groups.setdefault((item.columns, item.width), []).append(item)
+    seen = "; ".join(
+        f"width {width} of {members[0].label}" + (f" and {len(members) - 1} more" if members[1:] else "")
+        for (_, width), members in groups.items()
+    )
+    proposal: dict[tuple[int, int], int] = {}
+    if all(columns for columns, _ in groups):
+        proposal = suggest_widths(groups) or suggest_widths(groups, MAX_ALIGNMENT_UNIT)
+    advice = "; ".join(
+        f"{members[0].columns * members[0].column_shards // proposal[pair]} blocks (width {proposal[pair]}) "
+        f"for {members[0].label}"
+        for pair, members in groups.items()
+        if pair in proposal and proposal[pair] != pair[1]
+    )
+    raise LayoutError(
+        f"the block widths in one bucket align only every {unit} elements (lcm of them and {START_MULTIPLE}; "
+        f"at most {MAX_ALIGNMENT_UNIT}), and every shard would be padded to that: {seen}. "
+        f"Use --dobb-blocks-for{f', for example {advice}' if advice else ''}; or one --dobb-block-width that "
+        f"divides all input features; or leave weights to AdamW with --dobb-exclude"
+    )

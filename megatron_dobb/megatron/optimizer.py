@@ -1,0 +1,263 @@
+"""Megatron's distributed optimizer with Dobb for the managed matrices and its own AdamW for everything else."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from .. import reference
+from ..blocks import Shard
+from ..capture import Capture, Source
+from ..config import DTYPES, DobbConfig
+from ..errors import ConfigError
+from ..exchange import HeldWeight, RefreshCounts, RefreshGroup
+from . import report
+from .adapters import SEQUENCE_DIM
+from .arguments import OPTIMIZER
+from .groups import Ranks, create_groups, token_ranks
+from .manage import ChunkPlan, ManagedWeight
+
+MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
+
+
+class DobbDistributedOptimizer(DistributedOptimizer):
+    """ZeRO-1 with Dobb.
+
+    The param groups whose `optimizer` is `dobb` are updated here, shard by shard and without communication; the
+    other groups go through Megatron's inner AdamW. On a refresh step the moments are reduced and the bases renewed
+    before the gradients are looked at, so that a step that Megatron skips drops only the update.
+
+    `config.dobb` must hold the `DobbConfig` and every model chunk the `dobb_plan` that the patched DDP leaves there.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        config: Any,
+        grad_scaler: Any,
+        init_state_fn: Any,
+        model_chunks: Sequence[Any],
+        **kwargs: Any,
+    ) -> None:
+        self.dobb: DobbConfig = config.dobb
+        self.attempted_steps = 0
+        self.refresh_counts = RefreshCounts()
+        self.captures: list[Capture] = []
+        self.refresh_groups: list[RefreshGroup] = []
+        self.segments: list[list[reference.Segment]] = []
+        self.shards: list[list[torch.nn.Parameter]] = []
+        plans: list[ChunkPlan] = [chunk.dobb_plan for chunk in model_chunks]
+        groups = optimizer.param_groups if optimizer is not None else []
+        self.is_expert = any(group["is_expert_parallel"] for group in groups)
+        mine = {id(p) for group in groups if _is_dobb(group) for p in group["params"]}
+        plans_of_mine = [[w for w in plan.managed if id(w.parameter) in mine] for plan in plans]
+        self._check_whole_model(plans)
+        super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, **kwargs)
+        if self.is_stub_optimizer:
+            create_groups([])
+            return
+        self._build(plans, plans_of_mine)
+        report.log_start(self, plans)
+
+    # Start.
+
+    def _check_whole_model(self, plans: Sequence[ChunkPlan]) -> None:
+        """Check, over all ranks, that Dobb has something to do and that every name pattern names something."""
+        mine = (
+            sum(len(plan.managed) for plan in plans),
+            set().union(*(plan.patterns_used for plan in plans)),
+        )
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        self.dobb.check_patterns_used(set().union(*(used for _, used in everyone)))
+        if not any(count for count, _ in everyone):
+            reasons: Counter[str] = Counter()
+            for plan in plans:
+                reasons.update({r: n for (r, kind), n in plan.adamw.items() if kind == "parameters"})
+            raise ConfigError(
+                "--optimizer dobb manages no matrix of this model: "
+                + "; ".join(f"{n} parameters: {reason}" for reason, n in reasons.items())
+                + ". Use --optimizer adam, or fewer --dobb-exclude patterns"
+            )
+
+    def _build(self, plans: Sequence[ChunkPlan], mine: Sequence[Sequence[ManagedWeight]]) -> None:
+        chunk = self.model_chunks[0]
+        tokens_group = chunk.expt_dp_group if self.is_expert else chunk.dp_cp_group
+        same_tokens, sharded_tokens = token_ranks(tokens_group, chunk.tp_group)
+        ranks_of = {
+            weight.name: sharded_tokens if weight.geometry.tokens_over_tp else same_tokens
+            for weights in mine
+            for weight in weights
+        }
+        process_groups = create_groups(list(ranks_of.values()))
+        shard_of = self._shards_of_managed({id(w.parameter): w for weights in mine for w in weights})
+        unique = {weight.name: weight for weights in mine for weight in weights}
+        members: dict[tuple[Ranks, int], list[HeldWeight]] = {}
+        for name, weight in unique.items():
+            shard = shard_of.get(name)
+            held = shard.held_blocks() if shard is not None else ()
+            members.setdefault((ranks_of[name], weight.width), []).append(
+                HeldWeight(name, weight.local_columns // weight.width, held, may_be_idle=self.is_expert)
+            )
+        basis_of: dict[str, Tensor] = {}
+        loads: dict[Ranks, Sequence[int]] = {}
+        for (ranks, width), held_weights in sorted(members.items(), key=lambda item: (item[0][0], -item[0][1])):
+            group = RefreshGroup(
+                width,
+                held_weights,
+                process_groups[ranks],
+                moment_dtype=DTYPES[self.dobb.moment_dtype],
+                basis_dtype=DTYPES[self.dobb.basis_dtype],
+                device=torch.device("cuda", torch.cuda.current_device()),
+                loads=loads.get(ranks, ()),
+            )
+            before = loads.get(ranks, [0] * group.ranks)
+            loads[ranks] = [a + b for a, b in zip(before, group.ownership.work(), strict=True)]
+            self.refresh_groups.append(group)
+            basis_of.update({w.key: group.basis_of(w.key) for w in held_weights if w.held})
+        self._build_segments(unique, shard_of, basis_of)
+        for plan, weights in zip(plans, mine, strict=True):
+            sources = [Source(w.name, w.module, w.width, w.adapter.activation, SEQUENCE_DIM) for w in weights]
+            self.captures.append(
+                Capture(
+                    plan.root,
+                    sources,
+                    self.dobb.capture_sequences,
+                    rank=chunk.dp_group.rank(),
+                    ranks=chunk.dp_group.size(),
+                    default_to_first=self.dobb.capture == "first",
+                )
+            )
+        self._begin_step()
+
+    def _managed_pairs(self) -> Iterator[tuple[int, torch.nn.Parameter, torch.nn.Parameter]]:
+        """Param group index, model parameter and this rank's fp32 shard of every parameter on Dobb."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            if not _is_dobb(group):
+                continue
+            yield from (
+                (index, model, shard)
+                for model, shard in zip(
+                    [*self.model_float16_groups[index], *self.model_fp32_groups[index]],
+                    [*self.shard_fp32_from_float16_groups[index], *self.shard_fp32_groups[index]],
+                    strict=True,
+                )
+            )
+
+    def _shards_of_managed(self, managed: dict[int, ManagedWeight]) -> dict[str, Shard]:
+        shards = {}
+        for _, model, _ in self._managed_pairs():
+            weight = managed[id(model)]
+            cut = self._get_model_param_range_map(model)["param"]
+            shards[weight.name] = Shard(cut.start, cut.end, weight.local_columns, weight.width)
+        return shards
+
+    def _build_segments(
+        self, managed: dict[str, ManagedWeight], shard_of: dict[str, Shard], basis_of: dict[str, Tensor]
+    ) -> None:
+        name_of = {id(weight.parameter): name for name, weight in managed.items()}
+        self.segments = [[] for _ in self.optimizer.param_groups]
+        self.shards = [[] for _ in self.optimizer.param_groups]
+        for index, model, shard in self._managed_pairs():
+            name = name_of[id(model)]
+            momentum = torch.zeros_like(shard, dtype=torch.float32)
+            self.optimizer.state[shard][MOMENTUM] = momentum
+            geometry = managed[name].geometry
+            self.segments[index].append(
+                reference.Segment(
+                    name,
+                    shard_of[name],
+                    geometry.rows,
+                    geometry.columns,
+                    shard.detach(),
+                    momentum,
+                    basis_of[name],
+                )
+            )
+            self.shards[index].append(shard)
+
+    # Steps.
+
+    def _begin_step(self) -> None:
+        for capture in self.captures:
+            capture.begin(armed=self.dobb.refresh_due(self.attempted_steps))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Megatron's zero_grad; also starts the captures of the coming step (again, when Megatron reruns one)."""
+        super().zero_grad(set_to_none)
+        self._begin_step()
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Refresh the bases if this step is due, whatever becomes of its gradients, then Megatron's own work."""
+        if not self.is_stub_optimizer:
+            if self.dobb.refresh_due(self.attempted_steps):
+                self._refresh()
+            self.attempted_steps += 1
+            self._begin_step()
+        return super().prepare_grads()
+
+    def _refresh(self) -> None:
+        sums = {}
+        for capture in self.captures:
+            sums.update(capture.take())
+        counts = RefreshCounts()
+        for group in self.refresh_groups:
+            found = group.refresh(
+                sums, beta=self.dobb.moment_beta, method=self.dobb.qr, iterations=self.dobb.iterations
+            )
+            counts.skipped += found.skipped
+            counts.fallbacks += found.fallbacks
+        self.refresh_counts.skipped += counts.skipped
+        self.refresh_counts.fallbacks += counts.fallbacks
+        report.log_refresh(self.attempted_steps + 1, counts, self.refresh_counts)
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update the weights on Dobb, then let Megatron step the others and gather the parameters.
+
+        Raises:
+            NonFiniteError: if a gradient of a weight on Dobb is not finite; no weight of this rank was changed.
+        """
+        if self.is_stub_optimizer:
+            return super().step_with_ready_grads()
+        gradients = [[_gradient(shard) for shard in shards] for shards in self.shards]
+        reference.check_finite(
+            [s.name for segments in self.segments for s in segments],
+            [g for group in gradients for g in group],
+        )
+        for group, segments, group_gradients in zip(self.optimizer.param_groups, self.segments, gradients, strict=True):
+            reference.update(
+                segments,
+                group_gradients,
+                learning_rate=group["lr"],
+                weight_decay=group["weight_decay"],
+                momentum=self.dobb.momentum,
+                nesterov=self.dobb.nesterov,
+                update_scale=self.dobb.update_scale,
+            )
+        with self._only_adamw_groups():
+            return super().step_with_ready_grads()
+
+    @contextlib.contextmanager
+    def _only_adamw_groups(self) -> Iterator[None]:
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [group for group in groups if not _is_dobb(group)]
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups = groups
+
+
+def _is_dobb(group: dict[str, Any]) -> bool:
+    return group.get("optimizer") == OPTIMIZER
+
+
+def _gradient(shard: torch.nn.Parameter) -> Tensor:
+    assert shard.grad is not None
+    return shard.grad

@@ -1,0 +1,95 @@
+"""What a run says at its start and when a refresh left blocks alone."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ..exchange import RefreshCounts
+from .manage import ChunkPlan, ManagedWeight
+
+if TYPE_CHECKING:
+    from .optimizer import DobbDistributedOptimizer
+
+MIB = 2**20
+
+
+def say(text: str) -> None:
+    """Print on the first rank of the job, where Megatron prints its own start-up messages."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def log_start(optimizer: "DobbDistributedOptimizer", plans: Sequence[ChunkPlan]) -> None:
+    """The start-up table: what is on Dobb and what is not, alignment, memory and traffic of this rank."""
+    say("\n".join(start_table(optimizer, plans)))
+
+
+def start_table(optimizer: "DobbDistributedOptimizer", plans: Sequence[ChunkPlan]) -> list[str]:
+    """The lines of the start-up table."""
+    ours = {w.key for group in optimizer.refresh_groups for w in group.weights}
+    managed = {w.name: w for plan in plans for w in plan.managed if w.name in ours}
+    elements = sum(w.parameter.numel() for w in managed.values())
+    kind = "expert matrices" if optimizer.is_expert else "matrices"
+    lines = [f"dobb: {len(managed)} {kind} ({elements:,} elements on this rank) are on Dobb"]
+    lines += _shape_lines(managed.values())
+    reasons: dict[str, list[int]] = {}
+    for plan in plans:
+        for (reason, what), number in plan.adamw.items():
+            reasons.setdefault(reason, [0, 0])[what == "elements"] += number
+    for reason, (parameters, numel) in reasons.items():
+        lines.append(f"dobb: on AdamW: {parameters} parameters ({numel:,} elements): {reason}")
+    lines += _cost_lines(optimizer)
+    return lines
+
+
+def _shape_lines(managed: Iterable[ManagedWeight]) -> list[str]:
+    shapes = Counter((w.geometry.rows, w.geometry.columns, w.width) for w in managed)
+    lines = ["dobb:   count       m       n  blocks  width"]
+    for (rows, columns, width), count in shapes.items():
+        lines.append(f"dobb:   {count:5d} {rows:7d} {columns:7d} {columns // width:7d} {width:6d}")
+    return lines
+
+
+def _cost_lines(optimizer: "DobbDistributedOptimizer") -> list[str]:
+    layouts = [
+        found
+        for chunk in optimizer.model_chunks
+        for key, found in chunk.full_param_layout.layouts.items()
+        if key.is_expert_parallel == optimizer.is_expert and hasattr(found, "dobb_stock_numel")
+    ]
+    padded = sum(found.bucket_indices[-1][1] for found in layouts)
+    stock = sum(found.dobb_stock_numel for found in layouts)
+    groups = optimizer.refresh_groups
+    moments = sum(g.moment.numel() * g.moment.element_size() for g in groups)
+    bases = sum(g.basis.numel() * g.basis.element_size() for g in groups)
+    momenta = sum(s.momentum.numel() * s.momentum.element_size() for group in optimizer.segments for s in group)
+    transient = sum(4 * width * width * blocks for width, blocks in _captured_blocks(optimizer))
+    reduced = sum(4 * g.flow.chunk * g.ranks for g in groups if g.ranks > 1)
+    to_owners = sum(4 * sum(g.moment_send_sizes) for g in groups if g.ranks > 1)
+    to_holders = sum(
+        p.numel() * g.width**2 * g.basis.element_size() for g in groups for p in g.basis_sends if g.ranks > 1
+    )
+    more = f" ({100 * (padded - stock) / stock:+.2f} %)" if stock else ""
+    return [
+        f"dobb: param/grad buffers of {padded:,} elements, {padded - stock:,} more than AdamW's{more}",
+        f"dobb: state of this rank: momentum {momenta / MIB:.1f} MiB, moments {moments / MIB:.1f} MiB, "
+        f"bases {bases / MIB:.1f} MiB; captured sums of a refresh step {transient / MIB:.1f} MiB at most",
+        f"dobb: sent by this rank on a refresh step: {reduced / MIB:.2f} MiB reduce-scattered, "
+        f"{to_owners / MIB:.2f} MiB to owners, {to_holders / MIB:.2f} MiB of bases; nothing on other steps",
+    ]
+
+
+def _captured_blocks(optimizer: "DobbDistributedOptimizer") -> list[tuple[int, int]]:
+    return [(g.width, w.blocks) for g in optimizer.refresh_groups for w in g.weights]
+
+
+def log_refresh(step: int, counts: RefreshCounts, total: RefreshCounts) -> None:
+    """Warn when a refresh left blocks alone or needed the slow path for some."""
+    if counts.skipped or counts.fallbacks:
+        say(
+            f"dobb: refresh of step {step}: {counts.skipped} blocks kept their basis (no token, or an all-zero or "
+            f"non-finite moment), {counts.fallbacks} were finished by Householder; "
+            f"{total.skipped} and {total.fallbacks} since the start"
+        )

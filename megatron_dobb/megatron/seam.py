@@ -1,0 +1,230 @@
+"""The patches that make `--optimizer dobb` known to Megatron. `install` is safe to call more than once.
+
+While no run asks for Dobb, every patched function passes its arguments through unchanged.
+"""
+
+import functools
+import logging
+from types import ModuleType
+from typing import Any
+
+from .. import layout
+from ..config import DobbConfig
+from ..errors import UnsupportedError
+from ..postimport import after_import
+from . import compat
+from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
+from .manage import NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
+
+_active: DobbConfig | None = None
+_installed = False
+
+
+def install() -> None:
+    """Patch Megatron now, as far as it is imported, and the rest as soon as it is.
+
+    Raises:
+        UnsupportedError: now or at Megatron's import, if its version is outside the supported range.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    after_import("megatron.core.optimizer.distrib_optimizer", _patch_layout)
+    after_import("megatron.core.optimizer", _patch_optimizer_factory)
+    after_import("megatron.core.distributed.distributed_data_parallel", _patch_ddp)
+    after_import("megatron.training.arguments", _patch_arguments)
+    after_import("megatron.training.training", _patch_training)
+
+
+def configure(config: DobbConfig | None) -> None:
+    """Use these settings for the models that are wrapped from now on; None turns Dobb off."""
+    global _active
+    _active = config
+
+
+def active() -> DobbConfig | None:
+    """The settings in use, or None."""
+    return _active
+
+
+# megatron.training.
+
+
+def _patch_arguments(arguments: ModuleType) -> None:
+    compat.check_version(compat.megatron_version())
+    add = compat.probe(arguments, "add_megatron_arguments", ("parser",))
+    validate = compat.probe(arguments, "validate_args", ("args",))
+
+    @functools.wraps(add)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return add_arguments(add(parser))
+
+    @functools.wraps(validate)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if args.optimizer != OPTIMIZER:
+            configure(None)
+            return validate(args, *rest, **kwargs)
+        config = config_from_args(args)
+        refuse_unsupported(args)
+        # Megatron sends every optimizer that it does not know down its layer-wise path; Dobb is sharded as Adam is.
+        args.optimizer = "adam"
+        try:
+            validated = validate(args, *rest, **kwargs)
+        finally:
+            args.optimizer = OPTIMIZER
+        refuse_unsupported(args)
+        configure(config)
+        return validated
+
+    arguments.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
+    arguments.validate_args = validate_args  # type: ignore[attr-defined]
+
+
+def _patch_training(training: ModuleType) -> None:
+    original = compat.probe(training, "get_megatron_optimizer_config", ("args",))
+
+    @functools.wraps(original)
+    def get_megatron_optimizer_config(args: Any) -> Any:
+        if args.optimizer != OPTIMIZER:
+            return original(args)
+        args.optimizer = "adam"
+        try:
+            config, overrides = original(args)
+        finally:
+            args.optimizer = OPTIMIZER
+        config.dobb = active()
+        return config, overrides
+
+    training.get_megatron_optimizer_config = get_megatron_optimizer_config  # type: ignore[attr-defined]
+
+
+# megatron.core.
+
+
+def _patch_ddp(module: ModuleType) -> None:
+    compat.check_version(compat.megatron_version())
+    ddp = module.DistributedDataParallel
+    original = compat.probe(ddp, "__init__", ("ddp_config", "module", "full_param_layout"))
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        settings = active()
+        if settings is None:
+            original(self, config, ddp_config, module, *args, **kwargs)
+            return
+        plan = manage(module, settings)
+        # The caller computed a layout before the weights were tagged; DDP computes one itself if it gets none.
+        kwargs.pop("full_param_layout", None)
+        with _quiet(logging.getLogger(ddp.__module__), "full_param_layout not provided"):
+            original(self, config, ddp_config, module, *args, **kwargs)
+        self.dobb_plan = plan
+
+    ddp.__init__ = __init__
+
+
+def _patch_layout(module: ModuleType) -> None:
+    base = module.DistributedOptimizer
+    original = compat.probe(
+        base,
+        "_compute_per_buffer_param_layout",
+        ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
+    )
+
+    @functools.wraps(original)
+    def _compute_per_buffer_param_layout(
+        params: list[Any],
+        bucket_size: int | None,
+        data_parallel_world_size: int,
+        ddp_config: Any,
+        param_indices: list[int] | None = None,
+    ) -> Any:
+        stock = original(params, bucket_size, data_parallel_world_size, ddp_config, param_indices)
+        if not any(getattr(p, WIDTH_ATTRIBUTE, 0) for p in params):
+            return stock
+        from megatron.core.optimizer.param_layout import bucket_end_divisor
+
+        placed = params[::-1]
+        items = [
+            layout.Item(
+                p.numel(),
+                getattr(p, WIDTH_ATTRIBUTE, 0),
+                getattr(p, "shared_embedding", False),
+                getattr(p, NAME_ATTRIBUTE, ""),
+            )
+            for p in placed
+        ]
+        divisor = bucket_end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+        aligned = layout.align(items, bucket_size, data_parallel_world_size, divisor)
+        ours = type(stock)(
+            param_index_map={
+                p: (start, end, bucket)
+                for p, start, end, bucket in zip(placed, aligned.starts, aligned.ends, aligned.bucket_ids, strict=True)
+            },
+            bucket_indices=list(aligned.buckets),
+            per_bucket_numel_unpadded=list(aligned.unpadded),
+            param_indices=stock.param_indices,
+            num_optimizer_shards=data_parallel_world_size,
+        )
+        ours.dobb_stock_numel = stock.bucket_indices[-1][1]
+        return ours
+
+    base._compute_per_buffer_param_layout = staticmethod(_compute_per_buffer_param_layout)
+
+
+def _patch_optimizer_factory(module: ModuleType) -> None:
+    groups = compat.probe(module, "_get_param_groups", ("model_chunks", "config", "config_overrides"))
+    build = compat.probe(module, "_get_megatron_optimizer_based_on_param_groups", ("config", "param_groups"))
+    compat.probe(module, "DistributedOptimizer")
+
+    @functools.wraps(groups)
+    def _get_param_groups(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
+        if getattr(config, "dobb", None) is None:
+            return groups(model_chunks, config, config_overrides)
+        from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+        managed = ParamPredicate(name=OPTIMIZER, fn=lambda p: bool(getattr(p, WIDTH_ATTRIBUTE, 0)))
+        overrides = {**(config_overrides or {}), ParamKey(predicate=managed): {"optimizer": OPTIMIZER}}
+        return groups(model_chunks, config, overrides)
+
+    @functools.wraps(build)
+    def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs["config"] if "config" in kwargs else args[0]
+        if getattr(config, "dobb", None) is None:
+            return build(*args, **kwargs)
+        if not config.use_distributed_optimizer:
+            raise UnsupportedError(
+                "Dobb needs OptimizerConfig.use_distributed_optimizer=True: it lives in the param/grad buffers of the "
+                "distributed optimizer"
+            )
+        from .optimizer import DobbDistributedOptimizer
+
+        # Other modules import this name for isinstance checks, so it is replaced for the call alone.
+        stock = module.DistributedOptimizer
+        module.DistributedOptimizer = DobbDistributedOptimizer  # type: ignore[attr-defined]
+        try:
+            return build(*args, **kwargs)
+        finally:
+            module.DistributedOptimizer = stock  # type: ignore[attr-defined]
+
+    module._get_param_groups = _get_param_groups  # type: ignore[attr-defined]
+    module._get_megatron_optimizer_based_on_param_groups = (  # type: ignore[attr-defined]
+        _get_megatron_optimizer_based_on_param_groups
+    )
+
+
+class _quiet:
+    """Drop log records that contain a text, within a `with` block."""
+
+    def __init__(self, logger: logging.Logger, text: str) -> None:
+        self._logger = logger
+        self._text = text
+
+    def _keep(self, record: logging.LogRecord) -> bool:
+        return self._text not in record.getMessage()
+
+    def __enter__(self) -> None:
+        self._logger.addFilter(self._keep)
+
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeFilter(self._keep)

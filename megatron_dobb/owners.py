@@ -1,0 +1,215 @@
+"""Which rank keeps the moment of each block, and what the ranks of a group then send to each other.
+
+A rank needs the bases of the blocks that its shards touch, and no others. Among the ranks that hold a block,
+one is its owner: it keeps the moment and refreshes the basis. All of this is arithmetic on what each rank
+holds, so every rank of a group finds the same answer without a message, in time proportional to what is held.
+
+Nothing here imports torch: plans and tests of thousands of ranks run it as it is.
+"""
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from .errors import LayoutError
+
+Block = tuple[str, int]
+"""A block: its weight's key and its number within that weight."""
+
+Holdings = Sequence[Mapping[str, Collection[int]]]
+"""For every rank of a group, the blocks of each weight of which it holds at least one row."""
+
+
+def work(width: int) -> int:
+    """Relative cost of refreshing one block: products and orthogonalisation of `b x b` matrices, O(b^3)."""
+    return width**3
+
+
+def assign(
+    holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] = ()
+) -> dict[str, tuple[int, ...]]:
+    """The owner of every block, shared out by work among the ranks that hold it.
+
+    Widest blocks go first, each to its least loaded holder, on a tie to the lowest rank. Only the contents of
+    the arguments matter, not the order of their keys.
+
+    Args:
+        holdings: blocks held by every rank.
+        widths: block width of every key.
+        loads: work that each rank has already, where widths are shared out in several calls (widest first, each
+            given the work of those before: that is the same as one call for all).
+
+    Returns:
+        For each key in ascending order, the owner's rank for block 0, 1, ...
+
+    Raises:
+        LayoutError: if a block is held by no rank though a later one of its weight is.
+    """
+    holders = _holders(holdings)
+    load = list(loads) or [0] * len(holdings)
+    owner_of: dict[Block, int] = {}
+    for key, block in sorted(holders, key=lambda b: (-widths[b[0]], b)):
+        owner = min(holders[key, block], key=lambda rank: (load[rank], rank))
+        owner_of[key, block] = owner
+        load[owner] += work(widths[key])
+    owners: dict[str, tuple[int, ...]] = {}
+    for key, block in sorted(owner_of):
+        known = owners.setdefault(key, ())
+        if block != len(known):
+            raise LayoutError(
+                f"{key}: no rank holds a row of block {len(known)}, but one holds block {block}"
+            )
+        owners[key] = (*known, owner_of[key, block])
+    return owners
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Owners and holders of all blocks in one group, and the bases that travel between them.
+
+    Blocks are always listed in ascending order of (key, number), on both ends of every message.
+    """
+
+    holdings: Holdings
+    widths: Mapping[str, int]
+    owners: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def share_out(
+        cls, holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] = ()
+    ) -> "Ownership":
+        """Share the blocks out with `assign`, which see."""
+        return cls(holdings, widths, assign(holdings, widths, loads))
+
+    def held_by(self, rank: int) -> tuple[Block, ...]:
+        """The blocks of whose weights `rank` holds a row: those whose basis it needs."""
+        return tuple(sorted((key, block) for key, blocks in self.holdings[rank].items() for block in blocks))
+
+    def owned_by(self, rank: int) -> tuple[Block, ...]:
+        """The blocks whose moment `rank` keeps and whose basis it refreshes."""
+        return tuple(block for block in self.held_by(rank) if self.owner(block) == rank)
+
+    def owner(self, block: Block) -> int:
+        """The rank that owns a block."""
+        return self.owners[block[0]][block[1]]
+
+    def sends(self, source: int, destination: int) -> tuple[Block, ...]:
+        """The blocks whose refreshed basis `source` sends to `destination`."""
+        if source == destination:
+            return ()
+        return tuple(block for block in self.held_by(destination) if self.owner(block) == source)
+
+    def basis_sends(self, rank: int) -> list[tuple[Block, ...]]:
+        """For every destination, the blocks whose refreshed basis `rank` sends there."""
+        row: list[list[Block]] = [[] for _ in self.holdings]
+        for block in self.owned_by(rank):
+            for holder in self._holders[block]:
+                if holder != rank:
+                    row[holder].append(block)
+        return [tuple(blocks) for blocks in row]
+
+    def basis_receives(self, rank: int) -> list[tuple[Block, ...]]:
+        """For every source, the blocks whose refreshed basis it sends to `rank`."""
+        row: list[list[Block]] = [[] for _ in self.holdings]
+        for block in self.held_by(rank):
+            if self.owner(block) != rank:
+                row[self.owner(block)].append(block)
+        return [tuple(blocks) for blocks in row]
+
+    def work(self) -> list[int]:
+        """Refresh work of every rank, in units of b^3."""
+        total = [0] * len(self.holdings)
+        for key, ranks in self.owners.items():
+            for rank in ranks:
+                total[rank] += work(self.widths[key])
+        return total
+
+    def elements(self, blocks: Collection[Block]) -> int:
+        """Elements in the `b x b` matrices of some blocks: of moments where owned, of bases where held."""
+        return sum(self.widths[key] ** 2 for key, _ in blocks)
+
+    @cached_property
+    def _holders(self) -> dict[Block, list[int]]:
+        return _holders(self.holdings)
+
+
+def imbalance(loads: Sequence[int]) -> float:
+    """The largest load over the mean load; 1 is perfect."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+@dataclass(frozen=True)
+class FlatExchange:
+    """How a flat buffer, reduce-scattered in equal chunks, reaches the ranks that want its segments whole.
+
+    Rank `r` first gets elements `[r * chunk, (r + 1) * chunk)` of the sum, then sends parts of them on. Every
+    message lists its parts in the buffer's order, so what a rank receives, joined by source, is simply all of
+    its segments one after another.
+
+    Args:
+        lengths: elements of every segment; segments follow one another without gaps.
+        destinations: the ranks that want each segment.
+        ranks: size of the group.
+    """
+
+    lengths: Sequence[int]
+    destinations: Sequence[Collection[int]]
+    ranks: int
+
+    @property
+    def chunk(self) -> int:
+        """Elements in one rank's chunk."""
+        return -(-self._bounds[-1] // self.ranks)
+
+    @property
+    def padding(self) -> int:
+        """Elements at the buffer's end that belong to no segment; fewer than there are ranks."""
+        return self.chunk * self.ranks - self._bounds[-1]
+
+    def sends(self, rank: int) -> list[list[tuple[int, int]]]:
+        """For every destination, the ranges of `rank`'s chunk to send, counted from the chunk's start."""
+        row: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
+        origin, end = rank * self.chunk, (rank + 1) * self.chunk
+        segment = bisect_right(self._bounds, origin) - 1
+        while segment < len(self.lengths) and self._bounds[segment] < end:
+            low = max(self._bounds[segment], origin) - origin
+            high = min(self._bounds[segment + 1], end) - origin
+            for destination in self.destinations[segment] if low < high else ():
+                ranges = row[destination]
+                if ranges and ranges[-1][1] == low:
+                    ranges[-1] = (ranges[-1][0], high)
+                else:
+                    ranges.append((low, high))
+            segment += 1
+        return row
+
+    def receive_sizes(self, rank: int) -> list[int]:
+        """For every source, the elements that it sends to `rank`."""
+        sizes = [0] * self.ranks
+        for segment, wanted_by in enumerate(self.destinations):
+            if rank not in wanted_by:
+                continue
+            start, end = self._bounds[segment], self._bounds[segment + 1]
+            while start < end:
+                source = start // self.chunk
+                stop = min(end, (source + 1) * self.chunk)
+                sizes[source] += stop - start
+                start = stop
+        return sizes
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return [0, *accumulate(self.lengths)]
+
+
+def _holders(holdings: Holdings) -> dict[Block, list[int]]:
+    """For every held block, the ranks that hold it, ascending."""
+    holders: dict[Block, list[int]] = {}
+    for rank, held in enumerate(holdings):
+        for key, blocks in held.items():
+            for block in blocks:
+                holders.setdefault((key, block), []).append(rank)
+    return holders
