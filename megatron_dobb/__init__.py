@@ -5,9 +5,16 @@
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .version import __version__
+
+if sys.version_info < (3, 12):  # noqa: UP036  (a source tree on PYTHONPATH passes no installer that would refuse)
+    raise ImportError(
+        f"megatron_dobb {__version__} needs Python 3.12 or newer, as megatron-core 0.19 does; this is Python "
+        f"{sys.version.split()[0]} ({sys.executable}). Make a virtual environment with a newer one: python3.12 -m venv"
+    )
 
 if TYPE_CHECKING:
     from .config import DobbConfig as DobbConfig

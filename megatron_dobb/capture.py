@@ -48,13 +48,15 @@ class Capture:
     taken therefore depends neither on `s` nor on `ranks`.
 
     Attributes:
-        root: the model; each of its forward calls in training mode is one micro-batch.
+        root: the model; each of its forward calls in training mode is one micro-batch, unless it runs without
+            gradients (a validation).
         sources: what to capture.
         sequences: how many sequences of a global batch to take; None takes all of them.
         rank: this rank's place among the data-parallel ranks.
         ranks: number of data-parallel ranks that hold different sequences.
         default_to_first: with `sequences` None, settle it at the first captured micro-batch as one micro-batch of
             every rank.
+        counting: whether the root's current forward call is a micro-batch; None outside of such calls.
     """
 
     root: nn.Module
@@ -65,13 +67,17 @@ class Capture:
     default_to_first: bool = False
     armed: bool = False
     microbatch: int = -1
+    counting: bool | None = None
     sums: dict[str, MomentSum] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sources = list(self.sources)
-        self.handles = [self.root.register_forward_pre_hook(self._count_microbatch)]
+        self.handles = [
+            self.root.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
+            self.root.register_forward_hook(_Hook(self._leave), always_call=True),
+        ]
         for source in self.sources:
-            self.handles.append(source.module.register_forward_hook(self._hook(source), with_kwargs=True))
+            self.handles.append(source.module.register_forward_hook(_Hook(self._hook(source)), with_kwargs=True))
         self.begin(armed=False)
 
     def begin(self, armed: bool) -> None:
@@ -94,6 +100,8 @@ class Capture:
 
     def taken(self, sequences: int) -> int:
         """How many of this rank's current micro-batch of `sequences` sequences to take."""
+        if sequences == 0:
+            return 0
         if self.sequences is None:
             if not self.default_to_first:
                 return sequences
@@ -101,13 +109,22 @@ class Capture:
         first = (max(self.microbatch, 0) * self.ranks + self.rank) * sequences
         return min(max(self.sequences - first, 0), sequences)
 
-    def _count_microbatch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and not _in_backward():
-            self.microbatch += 1
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Whether gradients are recorded is asked here and not at the layers: reentrant recompute switches them off
+        # for the layers' first forward pass.
+        if self.armed and not _in_backward():
+            self.counting = module.training and torch.is_grad_enabled()
+            self.microbatch += self.counting
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.armed and not _in_backward():
+            self.counting = None
 
     def _hook(self, source: Source) -> Callable[..., None]:
         def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not self.armed or not module.training or _in_backward():
+                return
+            if not (torch.is_grad_enabled() if self.counting is None else self.counting):
                 return
             with torch.no_grad():
                 x = source.activation(module, args, kwargs).detach()
@@ -121,6 +138,26 @@ class Capture:
                 entry.tokens += x.numel() // x.shape[-1]
 
         return capture
+
+
+class _Hook:
+    """A hook of one model: a copy of the model, or what is unpickled from it, has one that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
+        return _Hook(_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    pass
 
 
 def _in_backward() -> bool:

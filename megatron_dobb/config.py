@@ -1,7 +1,7 @@
 """Every setting of Dobb, validated at birth. Defaults are the paper's principal configuration (PAPER, section 4)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -25,6 +25,10 @@ def flag(name: str) -> str:
 def matches(pattern: str, weight_name: str) -> bool:
     """Whether a glob pattern names a weight: by its full name, or by the name of the module that owns it."""
     return fnmatchcase(weight_name, pattern) or fnmatchcase(weight_name.rpartition(".")[0], pattern)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,7 @@ class DobbConfig:
     basis_dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        if isinstance(self.blocks, Mapping):
-            per_pattern = dict(self.blocks)
-            default = per_pattern.pop("*", None)
-            object.__setattr__(self, "blocks_for", {**self.blocks_for, **per_pattern})
-            object.__setattr__(self, "blocks", default)
+        self._settle_patterns()
         if self.blocks is not None and self.block_width is not None:
             raise ConfigError(
                 f"--dobb-blocks {self.blocks} and --dobb-block-width {self.block_width} exclude each other: "
@@ -82,6 +82,28 @@ class DobbConfig:
             )
         if self.blocks is None and self.block_width is None:
             object.__setattr__(self, "blocks", DEFAULT_BLOCKS)
+        self._check_values()
+
+    def _settle_patterns(self) -> None:
+        """Give `blocks`, `blocks_for` and `exclude` the one form in which the rest of the code knows them."""
+        if not isinstance(self.blocks_for, Mapping):
+            raise ConfigError(f"{flag('blocks_for')} {self.blocks_for!r} must map name patterns to block counts")
+        blocks_for = dict(self.blocks_for)
+        if isinstance(self.blocks, Mapping):
+            per_pattern = dict(self.blocks)
+            object.__setattr__(self, "blocks", per_pattern.pop("*", None))
+            blocks_for |= per_pattern
+        object.__setattr__(self, "blocks_for", blocks_for)
+        exclude = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
+        if not isinstance(exclude, Iterable):
+            raise ConfigError(f"{flag('exclude')} {exclude!r} must be a sequence of name patterns")
+        object.__setattr__(self, "exclude", tuple(exclude))
+        for name, patterns in (("exclude", self.exclude), ("blocks_for", tuple(blocks_for))):
+            for pattern in patterns:
+                if not isinstance(pattern, str) or not pattern:
+                    raise ConfigError(f"{flag(name)} {pattern!r} is not a name pattern, such as '*.mlp.linear_fc2'")
+
+    def _check_values(self) -> None:
         for name in ("blocks", "block_width", "capture_sequences"):
             if getattr(self, name) is not None:
                 self._check_count(name, getattr(self, name))
@@ -91,10 +113,12 @@ class DobbConfig:
             self._check_count("blocks_for", count, shown=f"{pattern}={count}")
         for name in ("momentum", "moment_beta"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and 0.0 <= value < 1.0):
+            if not (_is_number(value) and 0.0 <= value < 1.0):
                 raise ConfigError(f"{flag(name)} {value} must be at least 0 and below 1; the usual value is 0.95")
-        if not (isinstance(self.update_scale, int | float) and 0 < self.update_scale < math.inf):
+        if not (_is_number(self.update_scale) and 0 < self.update_scale < math.inf):
             raise ConfigError(f"{flag('update_scale')} {self.update_scale} must be positive; the usual value is 0.2")
+        if not isinstance(self.nesterov, bool):
+            raise ConfigError(f"{flag('nesterov')} {self.nesterov!r} must be True or False")
         self._check_choice("qr", QR_METHODS)
         self._check_choice("capture", CAPTURE_POLICIES)
         self._check_choice("moment_dtype", tuple(DTYPES))
@@ -104,8 +128,6 @@ class DobbConfig:
                 f"--dobb-capture-sequences {self.capture_sequences} has no meaning with --dobb-capture all: "
                 "leave one of them out"
             )
-        if isinstance(self.exclude, str):
-            object.__setattr__(self, "exclude", (self.exclude,))
 
     def _check_count(self, name: str, value: Any, shown: str | None = None) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

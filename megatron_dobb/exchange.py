@@ -6,8 +6,8 @@ refresh makes the same three collectives on every rank of the group, whatever to
 1. a reduce-scatter of one flat fp32 buffer: a triangle of every block, then one token count per weight, in equal
    chunks;
 2. an all-to-all that brings whole blocks from the chunks to their owners;
-3. an all-to-all in which owners send refreshed bases to the other holders, with the counts of kept and fallback
-   blocks in front of every message.
+3. an all-to-all in which owners send refreshed bases to the other holders. In front of every message go the counts
+   of kept and of fallback blocks, and the number of a weight that wrongly saw no token, so that all ranks know.
 
 All splits are fixed at construction. A group of one rank communicates nothing.
 """
@@ -25,7 +25,7 @@ from .moment import pack_triangle, refresh_, unpack_triangle
 from .orthogonalize import Method
 from .owners import Block, FlatExchange, Ownership
 
-COUNTS_BYTES = 2 * torch.int32.itemsize
+COUNTS_BYTES = 3 * torch.int32.itemsize
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,21 @@ class RefreshGroup:
             Counts over all ranks of the group.
 
         Raises:
-            CaptureError: if no rank captured a token for a weight of ours that should have seen some.
+            CaptureError: on every rank, if none captured a token for a weight that should have seen some.
         """
         flat = self._pack(sums)
         received = self._bring_to_owners(flat)
         blocks = received[: len(self.owned) * self.triangle].view(-1, self.triangle)
         total = unpack_triangle(blocks, self.width)
-        tokens = self._tokens_of_owned(received[len(self.owned) * self.triangle :])
+        tokens = received[len(self.owned) * self.triangle :][self.token_index]
         basis = self.basis[self.owned_positions]
         skipped, fallbacks = refresh_(
             self.moment, basis, total, tokens, beta=beta, method=method, iterations=iterations
         )
         self.basis[self.owned_positions] = basis
-        return self._send_to_holders(skipped, fallbacks)
+        everyone = self._send_to_holders(torch.stack([skipped, fallbacks, self._unseen(tokens)]).to(torch.int32))
+        self._check_seen({number for _, _, number in everyone if number})
+        return RefreshCounts(sum(row[0] for row in everyone), sum(row[1] for row in everyone))
 
     # Construction.
 
@@ -166,6 +168,10 @@ class RefreshGroup:
         self.moment_send_sizes = [sum(end - start for start, end in ranges) for ranges in self.moment_sends]
         self.moment_receive_sizes = self.flow.receive_sizes(self.rank)
         place = {key: i for i, key in enumerate(dict.fromkeys(key for key, _ in self.owned))}
+        number = {w.key: 0 if w.may_be_idle else i for i, w in enumerate(self.weights, start=1)}
+        self.owned_numbers = torch.tensor(
+            [number[key] for key, _ in self.owned], dtype=torch.long, device=self.basis.device
+        )
         self.token_index = torch.tensor(
             [place[key] for key, _ in self.owned], dtype=torch.long, device=self.basis.device
         )
@@ -197,27 +203,27 @@ class RefreshGroup:
         dist.all_to_all_single(received, outgoing, self.moment_receive_sizes, self.moment_send_sizes, group=self.group)
         return received
 
-    def _tokens_of_owned(self, counts: Tensor) -> Tensor:
-        tokens = counts[self.token_index]
-        idle = {w.key for w in self.weights if w.may_be_idle}
-        without = {
-            key for (key, _), count in zip(self.owned, tokens.tolist(), strict=True) if not count and key not in idle
-        }
-        if without:
-            raise CaptureError(
-                f"no input activation was captured for {', '.join(sorted(without))} on a refresh step; the module "
-                "must be called in training mode through its own forward, with its hooks, or be excluded with "
-                "--dobb-exclude"
-            )
-        return tokens
+    def _unseen(self, tokens: Tensor) -> Tensor:
+        """The number, from 1, of an owned weight that saw no token though it should have; 0 if there is none."""
+        unseen = torch.where(tokens == 0, self.owned_numbers, 0)
+        return torch.cat([unseen, unseen.new_zeros(1)]).amax()
 
-    def _send_to_holders(self, skipped: Tensor, fallbacks: Tensor) -> RefreshCounts:
+    def _check_seen(self, numbers: set[int]) -> None:
+        if numbers:
+            keys = ", ".join(self.weights[number - 1].key for number in sorted(numbers))
+            raise CaptureError(
+                f"no input activation was captured for {keys} on a refresh step; the module must be called in "
+                "training mode through its own forward, with its hooks, or be excluded with --dobb-exclude"
+            )
+
+    def _send_to_holders(self, counts: Tensor) -> list[list[int]]:
+        """Send refreshed bases to their holders, and `counts` of every rank to all others; returns all counts."""
         if self.ranks == 1:
-            return RefreshCounts(int(skipped), int(fallbacks))
-        counts = torch.stack([skipped, fallbacks]).to(torch.int32).view(torch.uint8)
+            return [counts.tolist()]
+        head = counts.view(torch.uint8)
         messages = []
         for positions in self.basis_sends:
-            messages += [counts, self.basis[positions].flatten().view(torch.uint8)]
+            messages += [head, self.basis[positions].flatten().view(torch.uint8)]
         outgoing = torch.cat(messages)
         block_bytes = self.width * self.width * self.basis.element_size()
         send_sizes = [COUNTS_BYTES + p.numel() * block_bytes for p in self.basis_sends]
@@ -231,5 +237,4 @@ class RefreshGroup:
             if positions.numel():
                 blocks = message[COUNTS_BYTES:].clone().view(self.basis.dtype)
                 self.basis[positions] = blocks.view(-1, self.width, self.width)
-        everyone = torch.stack(heads).sum(0).tolist()
-        return RefreshCounts(*everyone)
+        return torch.stack(heads).tolist()

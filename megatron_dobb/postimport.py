@@ -6,7 +6,6 @@ imports it by itself.
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -23,21 +22,27 @@ class PostImportFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module that waits for a patch; None for every other one."""
+        """The spec of a module that waits for a patch; None for every other one.
+
+        A program may ask for a spec only to see whether the module exists, and an import may fail and be tried
+        again, so the patch goes on waiting until the module has been executed.
+        """
         if name not in self.patches:
             return None
-        patch = self.patches.pop(name)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        spec.loader = _PatchingLoader(spec.loader, patch)
-        return spec
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None and finder is not self else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _PatchingLoader(spec.loader, self.patches)
+                return spec
+        return None
 
 
 class _PatchingLoader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, patch: Patch) -> None:
+    def __init__(self, loader: importlib.abc.Loader, patches: dict[str, Patch]) -> None:
         self._loader = loader
-        self._patch = patch
+        self._patches = patches
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -47,7 +52,10 @@ class _PatchingLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._patch(module)
+        patch = self._patches.get(module.__name__)
+        if patch is not None:
+            patch(module)
+            del self._patches[module.__name__]
 
 
 _finder = PostImportFinder()

@@ -73,9 +73,10 @@ def check_finite(names: Sequence[str], gradients: Sequence[Tensor]) -> None:
     Raises:
         NonFiniteError: if a gradient holds a NaN or an infinity; names the weight and the number of entries.
     """
-    if not gradients:
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
         return
-    peaks = torch.stack([g.float() for g in torch._foreach_norm(list(gradients), math.inf)])
+    peaks = torch.stack([g.float() for g in torch._foreach_norm(filled, math.inf)])
     if bool(peaks.isfinite().all()):
         return
     for name, gradient in zip(names, gradients, strict=True):

@@ -66,7 +66,9 @@ class ColumnParallel(_MegatronLinear):
 
     def geometry(self, module: Any) -> Geometry:
         """See `Adapter.geometry`."""
-        return Geometry(module.output_size, module.input_size, 1, bool(module.sequence_parallel))
+        # With explicit expert communication, somebody else gathers the sequence before the layer sees it.
+        shard = bool(module.sequence_parallel and not module.explicit_expert_comm)
+        return Geometry(module.output_size, module.input_size, 1, shard)
 
 
 class RowParallel(_MegatronLinear):

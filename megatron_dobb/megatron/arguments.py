@@ -1,7 +1,7 @@
 """The `--dobb-*` flags, and Megatron options that Dobb does not work with yet."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,15 +75,23 @@ def config_from_args(args: argparse.Namespace) -> DobbConfig:
     """
     settings = {name.removeprefix("dobb_"): value for name, value in vars(args).items() if name.startswith("dobb_")}
     settings["exclude"] = tuple(settings["exclude"])
-    settings["blocks_for"] = dict(_pattern_count(text) for text in settings["blocks_for"])
+    settings["blocks_for"] = _pattern_counts(settings["blocks_for"])
     return DobbConfig(**settings)
 
 
-def _pattern_count(text: str) -> tuple[str, int]:
-    pattern, separator, count = text.rpartition("=")
-    if not separator or not pattern or not count.isdigit():
-        raise ConfigError(f"--dobb-blocks-for {text} is not of the form PATTERN=COUNT, such as '*.mlp.linear_fc2=16'")
-    return pattern, int(count)
+def _pattern_counts(texts: Sequence[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for text in texts:
+        pattern, _, count = text.rpartition("=")
+        if not pattern or not count.isdecimal():
+            raise ConfigError(
+                f"--dobb-blocks-for {text} is not of the form PATTERN=COUNT, such as '*.mlp.linear_fc2=16'"
+            )
+        if counts.setdefault(pattern, int(count)) != int(count):
+            raise ConfigError(
+                f"--dobb-blocks-for gives {pattern} both {counts[pattern]} and {int(count)} blocks: leave one out"
+            )
+    return counts
 
 
 @dataclass(frozen=True)
@@ -111,10 +119,26 @@ def _differs(name: str, *ordinary: Any) -> Callable[[argparse.Namespace], bool]:
     return lambda args: getattr(args, name, ordinary[0]) not in ordinary
 
 
+def _shards_weights(args: argparse.Namespace) -> bool:
+    return (getattr(args, "tensor_parallel_num_weight_shards", None) or 0) > args.tensor_model_parallel_size
+
+
+def _shards_expert_weights(args: argparse.Namespace) -> bool:
+    split = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    return (getattr(args, "expert_tensor_parallel_num_weight_shards", None) or 0) > split
+
+
 _LEAVE_OUT = "leave it out"
+_MORE_SHARDS = "it shards the rows of a weight once more and gathers them before use"
 _NO_PYTHON = "captured graphs run no Python, so the hooks that take the second moments would never fire"
 
 REFUSALS = (
+    Refusal(
+        "with --yaml-cfg",
+        lambda args: getattr(args, "yaml_cfg", None) is not None,
+        "its arguments are validated on a path of their own that knows no --dobb-* settings",
+        "give the arguments on the command line",
+    ),
     Refusal(
         "without --use-distributed-optimizer",
         lambda args: not args.use_distributed_optimizer,
@@ -170,10 +194,16 @@ REFUSALS = (
         _LEAVE_OUT,
     ),
     Refusal(
-        "with --tensor-parallel-num-weight-shards above 1",
-        _differs("gtp_weight_remat_size", 1, None),
-        "it shards the rows of a weight once more and gathers them before use",
-        "leave it at 1",
+        "with --tensor-parallel-num-weight-shards above the tensor-parallel size",
+        _shards_weights,
+        _MORE_SHARDS,
+        _LEAVE_OUT,
+    ),
+    Refusal(
+        "with --expert-tensor-parallel-num-weight-shards above the experts' tensor-parallel size",
+        _shards_expert_weights,
+        _MORE_SHARDS,
+        _LEAVE_OUT,
     ),
     Refusal(
         "with --cuda-graph-impl",
@@ -219,12 +249,6 @@ REFUSALS = (
         lambda args: bool(getattr(args, "load", None)) and not (args.no_load_optim or args.finetune),
         "this version does not read the moments and bases from checkpoints yet",
         "add --no-load-optim to start from a checkpoint's weights with a fresh optimizer, or --finetune",
-    ),
-    Refusal(
-        "with --yaml-cfg",
-        lambda args: getattr(args, "yaml_cfg", None) is not None,
-        "its arguments are validated on a path of their own that knows no --dobb-* settings",
-        "give the arguments on the command line",
     ),
 )
 

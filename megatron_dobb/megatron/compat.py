@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from ..errors import UnsupportedError
 
@@ -24,7 +24,11 @@ def check_version(version: str) -> None:
     Raises:
         UnsupportedError: names the version found, the range, and the command that installs a supported one.
     """
-    if Version(version) not in SUPPORTED:
+    try:
+        supported = Version(version) in SUPPORTED
+    except InvalidVersion:
+        supported = False
+    if not supported:
         raise UnsupportedError(
             f"megatron-core {version} is not supported: megatron_dobb needs {SUPPORTED}; "
             "install one with: pip install 'megatron-core>=0.19,<0.21'"

@@ -68,16 +68,21 @@ def manage(root: nn.Module, config: DobbConfig) -> ChunkPlan:
     names = global_names(root)
     managed: dict[int, ManagedWeight] = {}
     reasons: dict[int, str] = {}
-    for path, module in root.named_modules():
-        weight = matrix_of(module)
-        if weight is None:
-            continue
-        name = f"{names[path]}.weight" if names[path] else "weight"
-        known = managed.get(id(weight))
-        reason = _why_not(module, weight, name, config, plan)
+    owners = [
+        (names[path], module, weight)
+        for path, module in root.named_modules()
+        if (weight := matrix_of(module)) is not None
+    ]
+    for path, module, weight in owners:
+        # A weight that several modules share is on Dobb only if all of them let Dobb see their inputs.
+        reason = _why_not(module, weight, _weight_name(path), config, plan)
         if reason is not None:
             reasons.setdefault(id(weight), reason)
+    for path, module, weight in owners:
+        if id(weight) in reasons:
             continue
+        name = _weight_name(path)
+        known = managed.get(id(weight))
         adapter = find(module)
         assert adapter is not None
         if known is not None:
@@ -91,10 +96,17 @@ def manage(root: nn.Module, config: DobbConfig) -> ChunkPlan:
         plan.managed.append(managed[id(weight)])
     for parameter in root.parameters():
         if parameter.requires_grad and id(parameter) not in managed:
+            for tag in (WIDTH_ATTRIBUTE, NAME_ATTRIBUTE):
+                if hasattr(parameter, tag):  # the model was wrapped before, with other settings
+                    delattr(parameter, tag)
             reason = reasons.get(id(parameter)) or _shape_reason(parameter)
             plan.adamw[reason, "parameters"] += 1
             plan.adamw[reason, "elements"] += parameter.numel()
     return plan
+
+
+def _weight_name(path: str) -> str:
+    return f"{path}.weight" if path else "weight"
 
 
 def _why_not(module: nn.Module, weight: nn.Parameter, name: str, config: DobbConfig, plan: ChunkPlan) -> str | None:

@@ -58,10 +58,11 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         plans_of_mine = [[w for w in plan.managed if id(w.parameter) in mine] for plan in plans]
         self._check_whole_model(plans)
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, **kwargs)
+        ranks_of = self._token_ranks([w for weights in plans_of_mine for w in weights])
+        process_groups = create_groups(list(ranks_of.values()))
         if self.is_stub_optimizer:
-            create_groups([])
             return
-        self._build(plans, plans_of_mine)
+        self._build(plans, plans_of_mine, ranks_of, process_groups)
         report.log_start(self, plans)
 
     # Start.
@@ -85,16 +86,20 @@ class DobbDistributedOptimizer(DistributedOptimizer):
                 + ". Use --optimizer adam, or fewer --dobb-exclude patterns"
             )
 
-    def _build(self, plans: Sequence[ChunkPlan], mine: Sequence[Sequence[ManagedWeight]]) -> None:
+    def _token_ranks(self, mine: Sequence[ManagedWeight]) -> dict[str, Ranks]:
+        """For each weight, the global ranks over which its tokens differ. Collective over all ranks of the job."""
         chunk = self.model_chunks[0]
         tokens_group = chunk.expt_dp_group if self.is_expert else chunk.dp_cp_group
         same_tokens, sharded_tokens = token_ranks(tokens_group, chunk.tp_group)
-        ranks_of = {
-            weight.name: sharded_tokens if weight.geometry.tokens_over_tp else same_tokens
-            for weights in mine
-            for weight in weights
-        }
-        process_groups = create_groups(list(ranks_of.values()))
+        return {w.name: sharded_tokens if w.geometry.tokens_over_tp else same_tokens for w in mine}
+
+    def _build(
+        self,
+        plans: Sequence[ChunkPlan],
+        mine: Sequence[Sequence[ManagedWeight]],
+        ranks_of: dict[str, Ranks],
+        process_groups: dict[Ranks, dist.ProcessGroup | None],
+    ) -> None:
         shard_of = self._shards_of_managed({id(w.parameter): w for weights in mine for w in weights})
         unique = {weight.name: weight for weights in mine for weight in weights}
         members: dict[tuple[Ranks, int], list[HeldWeight]] = {}
@@ -128,8 +133,8 @@ class DobbDistributedOptimizer(DistributedOptimizer):
                     plan.root,
                     sources,
                     self.dobb.capture_sequences,
-                    rank=chunk.dp_group.rank(),
-                    ranks=chunk.dp_group.size(),
+                    rank=self.model_chunks[0].dp_group.rank(),
+                    ranks=self.model_chunks[0].dp_group.size(),
                     default_to_first=self.dobb.capture == "first",
                 )
             )

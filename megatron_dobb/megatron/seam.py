@@ -54,11 +54,20 @@ def active() -> DobbConfig | None:
 def _patch_arguments(arguments: ModuleType) -> None:
     compat.check_version(compat.megatron_version())
     add = compat.probe(arguments, "add_megatron_arguments", ("parser",))
+    parse = compat.probe(arguments, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
     validate = compat.probe(arguments, "validate_args", ("args",))
 
     @functools.wraps(add)
     def add_megatron_arguments(parser: Any) -> Any:
         return add_arguments(add(parser))
+
+    @functools.wraps(parse)
+    def parse_args(*given: Any, **kwargs: Any) -> Any:
+        args = parse(*given, **kwargs)
+        # Arguments from a file never reach validate_args.
+        if getattr(args, "optimizer", None) == OPTIMIZER and getattr(args, "yaml_cfg", None) is not None:
+            refuse_unsupported(args)
+        return args
 
     @functools.wraps(validate)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -78,6 +87,7 @@ def _patch_arguments(arguments: ModuleType) -> None:
         return validated
 
     arguments.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
+    arguments.parse_args = parse_args  # type: ignore[attr-defined]
     arguments.validate_args = validate_args  # type: ignore[attr-defined]
 
 
@@ -88,6 +98,11 @@ def _patch_training(training: ModuleType) -> None:
     def get_megatron_optimizer_config(args: Any) -> Any:
         if args.optimizer != OPTIMIZER:
             return original(args)
+        if active() is None:
+            raise UnsupportedError(
+                "--optimizer dobb was set after Megatron's arguments were validated, so the --dobb-* settings were "
+                "never read: give it on the command line"
+            )
         args.optimizer = "adam"
         try:
             config, overrides = original(args)
