@@ -85,7 +85,8 @@ NARROWEST_ADVISED = 32
 
 def workable_counts(columns: int, multiple_of: int = 1) -> list[int]:
     """All block counts that divide `columns` and are a multiple of `multiple_of`."""
-    return [c for c in range(multiple_of, columns + 1, multiple_of) if columns % c == 0]
+    small = [d for d in range(1, math.isqrt(max(columns, 0)) + 1) if columns % d == 0]
+    return sorted(c for c in {*small, *(columns // d for d in small)} if c % multiple_of == 0)
 
 
 def block_width(
@@ -140,7 +141,8 @@ def suggest_widths(wanted: Iterable[tuple[int, int]], limit: int = SMALL_UNIT) -
 
     Returns:
         A width for each pair, dividing its columns, with the smallest sum of |log2(proposed / wanted)| that
-        the limit allows; empty when it allows none.
+        the limit allows (or close to it: beyond 256 possible units only the best are followed); empty when it
+        allows none.
     """
     pairs = sorted(set(wanted))
     best: dict[int, tuple[float, tuple[int, ...]]] = {64: (0.0, ())}  # alignment unit: (distance, widths)
@@ -154,7 +156,7 @@ def suggest_widths(wanted: Iterable[tuple[int, int]], limit: int = SMALL_UNIT) -
                 option = (distance + abs(math.log2(candidate / width)), (*chosen, candidate))
                 if grown <= limit and (grown not in reached or option < reached[grown]):
                     reached[grown] = option
-        best = reached
+        best = dict(sorted(reached.items(), key=lambda option: option[1])[:256])
     if not best:
         return {}
     _, _, chosen = min((distance, unit, chosen) for unit, (distance, chosen) in best.items())

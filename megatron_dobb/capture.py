@@ -73,11 +73,11 @@ class Capture:
     def __post_init__(self) -> None:
         self.sources = list(self.sources)
         self.handles = [
-            self.root.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
-            self.root.register_forward_hook(_Hook(self._leave), always_call=True),
+            self.root.register_forward_pre_hook(_Hook(self, self._enter), with_kwargs=True),
+            self.root.register_forward_hook(_Hook(self, self._leave), always_call=True),
         ]
         for source in self.sources:
-            self.handles.append(source.module.register_forward_hook(_Hook(self._hook(source)), with_kwargs=True))
+            self.handles.append(source.module.register_forward_hook(_Hook(self, self._hook(source)), with_kwargs=True))
         self.begin(armed=False)
 
     def begin(self, armed: bool) -> None:
@@ -112,17 +112,17 @@ class Capture:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Whether gradients are recorded is asked here and not at the layers: reentrant recompute switches them off
         # for the layers' first forward pass.
-        if self.armed and not _in_backward():
+        if not _in_backward():
             self.counting = module.training and torch.is_grad_enabled()
             self.microbatch += self.counting
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.armed and not _in_backward():
+        if not _in_backward():
             self.counting = None
 
     def _hook(self, source: Source) -> Callable[..., None]:
         def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not self.armed or not module.training or _in_backward():
+            if not module.training or _in_backward():
                 return
             if not (torch.is_grad_enabled() if self.counting is None else self.counting):
                 return
@@ -141,23 +141,24 @@ class Capture:
 
 
 class _Hook:
-    """A hook of one model: a copy of the model, or what is unpickled from it, has one that does nothing."""
+    """A hook that acts on the steps for which its capture is armed; torch.compile traces nothing of it.
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+    It belongs to one model: a copy of the model, or what is unpickled from it, has one that never does anything.
+    """
+
+    def __init__(self, capture: Capture | None = None, call: Callable[..., None] | None = None) -> None:
+        self._capture = capture
+        self._call = torch.compiler.disable(call) if call is not None else None
 
     def __call__(self, *args: Any) -> None:
-        self._call(*args)
+        if self._capture is not None and self._call is not None and self._capture.armed:
+            self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
-        return _Hook(_nothing)
+        return _Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*args: Any) -> None:
-    pass
+        return _Hook, ()
 
 
 def _in_backward() -> bool:

@@ -158,6 +158,12 @@ class RefreshGroup:
     def _plan_moments(self) -> None:
         """Fix what of the flat buffer goes where: all triangles, each to its owner, then all token counts."""
         owners = self.ownership.owners
+        for weight in self.weights:
+            if len(owners.get(weight.key, ())) != weight.blocks:
+                raise LayoutError(
+                    f"{weight.key} has {weight.blocks} blocks, but the ranks of its data-parallel group hold only "
+                    f"{len(owners.get(weight.key, ()))} of them"
+                )
         self.triangle = self.width * (self.width + 1) // 2
         self.first_token = sum(w.blocks for w in self.weights) * self.triangle
         triangles = [{owner} for w in self.weights for owner in owners[w.key]]

@@ -77,8 +77,7 @@ class Item:
             )
         if self.width and self.columns % self.width:
             raise LayoutError(
-                f"{self.label}: block width {self.width} does not divide the {self.columns} input features "
-                f"on this rank"
+                f"{self.label}: block width {self.width} does not divide the {self.columns} input features on this rank"
             )
 
     @property
@@ -223,9 +222,7 @@ def align(items: Sequence[Item], bucket_size: int | None, shards: int, divisor: 
         LayoutError: if the widths in one bucket have an alignment unit above `MAX_ALIGNMENT_UNIT`.
     """
     if shards < 1 or divisor % shards or divisor % START_MULTIPLE:
-        raise LayoutError(
-            f"bucket divisor {divisor} must be a multiple of {START_MULTIPLE} and of the {shards} shards"
-        )
+        raise LayoutError(f"bucket divisor {divisor} must be a multiple of {START_MULTIPLE} and of the {shards} shards")
     starts: list[int] = []
     ends: list[int] = []
     bucket_ids: list[int] = []

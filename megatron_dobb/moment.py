@@ -43,7 +43,7 @@ def gram(activations: Tensor, width: int) -> Tensor:
         raise BlockError(f"block width {width} does not divide the {features} features of the activations")
     blocks = features // width
     with full_precision(activations.device):
-        tokens = activations.detach().reshape(-1, blocks, width)
+        tokens = activations.reshape(-1, blocks, width)
         total = torch.zeros(blocks, width, width, dtype=torch.float32, device=activations.device)
         for chunk in tokens.split(_TOKENS_AT_A_TIME):
             by_block = chunk.float().transpose(0, 1)
@@ -120,9 +120,7 @@ def refresh_(
     """
     accepted = fold(moment, total, tokens, beta=beta)
     chosen = accepted[:, None, None]
-    identity = torch.eye(moment.shape[-1], dtype=torch.float32, device=moment.device)
-    # A kept block may hold anything; the identity is harmless to every method.
-    safe = torch.where(chosen, moment.float(), identity)
-    refreshed = refresh_basis(safe, basis, method=method, iterations=iterations)
+    # Kept blocks are computed with the rest, whatever they hold, and their result is dropped.
+    refreshed = refresh_basis(moment, basis, method=method, iterations=iterations)
     torch.where(chosen, refreshed.basis.to(basis.dtype), basis, out=basis)
     return RefreshCounts(skipped=(~accepted).sum(), fallbacks=(refreshed.fell_back & accepted).sum())

@@ -27,9 +27,7 @@ def work(width: int) -> int:
     return width**3
 
 
-def assign(
-    holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] = ()
-) -> dict[str, tuple[int, ...]]:
+def assign(holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] = ()) -> dict[str, tuple[int, ...]]:
     """The owner of every block, shared out by work among the ranks that hold it.
 
     Widest blocks go first, each to its least loaded holder, on a tie to the lowest rank. Only the contents of
@@ -58,9 +56,7 @@ def assign(
     for key, block in sorted(owner_of):
         known = owners.setdefault(key, ())
         if block != len(known):
-            raise LayoutError(
-                f"{key}: no rank holds a row of block {len(known)}, but one holds block {block}"
-            )
+            raise LayoutError(f"{key}: no rank holds a row of block {len(known)}, but one holds block {block}")
         owners[key] = (*known, owner_of[key, block])
     return owners
 
@@ -77,9 +73,7 @@ class Ownership:
     owners: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def share_out(
-        cls, holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] = ()
-    ) -> "Ownership":
+    def share_out(cls, holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] = ()) -> "Ownership":
         """Share the blocks out with `assign`, which see."""
         return cls(holdings, widths, assign(holdings, widths, loads))
 

@@ -12,6 +12,7 @@ from .adapters import Adapter, Geometry, find, matrix_of
 
 WIDTH_ATTRIBUTE = "dobb_block_width"
 NAME_ATTRIBUTE = "dobb_name"
+COLUMN_SHARDS_ATTRIBUTE = "dobb_column_shards"
 _LAYER = re.compile(r"(.*\blayers)\.\d+$")
 
 
@@ -92,6 +93,7 @@ def manage(root: nn.Module, config: DobbConfig) -> ChunkPlan:
         width = block_width(name, geometry.columns, column_shards=geometry.column_shards, **config.blocks_of(name))
         setattr(weight, WIDTH_ATTRIBUTE, width)
         setattr(weight, NAME_ATTRIBUTE, name)
+        setattr(weight, COLUMN_SHARDS_ATTRIBUTE, geometry.column_shards)
         managed[id(weight)] = ManagedWeight(name, weight, module, adapter, geometry, width)
         plan.managed.append(managed[id(weight)])
     for parameter in root.parameters():

@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..postimport import after_import
 from . import compat
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
-from .manage import NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
+from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
 
 _active: DobbConfig | None = None
 _installed = False
@@ -119,7 +119,7 @@ def _patch_training(training: ModuleType) -> None:
 
 def _patch_ddp(module: ModuleType) -> None:
     compat.check_version(compat.megatron_version())
-    ddp = module.DistributedDataParallel
+    ddp = compat.probe(module, "DistributedDataParallel")
     original = compat.probe(ddp, "__init__", ("ddp_config", "module", "full_param_layout"))
 
     @functools.wraps(original)
@@ -139,7 +139,12 @@ def _patch_ddp(module: ModuleType) -> None:
 
 
 def _patch_layout(module: ModuleType) -> None:
-    base = module.DistributedOptimizer
+    from megatron.core.optimizer import param_layout
+
+    base = compat.probe(module, "DistributedOptimizer")
+    end_divisor = compat.probe(
+        param_layout, "bucket_end_divisor", ("data_parallel_world_size", "pad_for_high_nccl_busbw")
+    )
     original = compat.probe(
         base,
         "_compute_per_buffer_param_layout",
@@ -157,8 +162,6 @@ def _patch_layout(module: ModuleType) -> None:
         stock = original(params, bucket_size, data_parallel_world_size, ddp_config, param_indices)
         if not any(getattr(p, WIDTH_ATTRIBUTE, 0) for p in params):
             return stock
-        from megatron.core.optimizer.param_layout import bucket_end_divisor
-
         placed = params[::-1]
         items = [
             layout.Item(
@@ -166,10 +169,12 @@ def _patch_layout(module: ModuleType) -> None:
                 getattr(p, WIDTH_ATTRIBUTE, 0),
                 getattr(p, "shared_embedding", False),
                 getattr(p, NAME_ATTRIBUTE, ""),
+                columns=p.shape[-1] if hasattr(p, WIDTH_ATTRIBUTE) else 0,
+                column_shards=getattr(p, COLUMN_SHARDS_ATTRIBUTE, 1),
             )
             for p in placed
         ]
-        divisor = bucket_end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+        divisor = end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
         aligned = layout.align(items, bucket_size, data_parallel_world_size, divisor)
         ours = type(stock)(
             param_index_map={

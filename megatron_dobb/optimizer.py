@@ -1,0 +1,429 @@
+"""Dobb for any `nn.Module`, in one process or under DistributedDataParallel."""
+
+import contextlib
+import dataclasses
+import gc
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import reference
+from .bases import ModelBases
+from .blocks import Shard
+from .capture import MomentSum
+from .config import DTYPES, DobbConfig
+from .errors import CaptureError, ConfigError, UnsupportedError
+from .exchange import RefreshCounts
+from .linear import BatchCapture, LinearWeight, Predicate, choose, logger, unwrap
+
+Exclude = str | Predicate | Iterable[str | Predicate]
+
+STATE = "dobb"
+"""The key of Dobb's own part of `state_dict()`, and of the mark of its param groups."""
+
+_owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.WeakKeyDictionary()
+"""The Dobb whose hooks are on a layer."""
+
+
+class Dobb(torch.optim.Optimizer):
+    """Dobb for the weights of `nn.Linear` layers and AdamW for every other parameter, at one learning rate.
+
+    ```
+    optimizer = Dobb(model, lr=1e-3, weight_decay=0.1)
+    ```
+
+    Dobb looks at the input activations of the layers through forward hooks, which it puts on the model here. Use it
+    like any optimizer, with learning-rate schedulers, gradient accumulation, `GradScaler`, activation recompute and
+    DistributedDataParallel; ranks share the work of the refreshes. Each call of the model in training mode is one
+    micro-batch, and the leading dimension of its input counts sequences.
+
+    Embeddings, `nn.Linear` layers tied to one, what a Hugging Face model returns from `get_output_embeddings()`,
+    norms, biases and everything else go to AdamW. An output layer that is **not** tied looks like any other layer:
+    name it in `exclude`. Weight decay applies to all parameters with two or more dimensions.
+
+    Args:
+        model: the model, on its device; wrapped in DistributedDataParallel or not.
+        lr: learning rate, shared by Dobb and AdamW.
+        weight_decay: decoupled weight decay, shared too.
+        betas: AdamW's.
+        eps: AdamW's.
+        exclude: weights to leave to AdamW: glob patterns over names of weights or layers, such as `lm_head` or
+            `*.mlp.*`, and functions of a weight's name and the weight.
+        process_group: ranks that train on different data with the same weights. The default is the model's, if it is
+            wrapped in DistributedDataParallel, or all ranks.
+        settings: every other setting of `DobbConfig`, by its name. `blocks` also takes a mapping from pattern to
+            count; dtypes may be given as torch dtypes.
+
+    Attributes:
+        config: the settings.
+        attempted_steps: calls of `step` so far; the schedule of the refreshes follows it.
+        refresh_counts: blocks that refreshes left alone or Householder had to finish, over all ranks, since the start.
+        on_dobb: the weights on Dobb, by name.
+        on_adamw: the reason for each parameter that is not, by name.
+
+    Raises:
+        ConfigError: if a setting is wrong, a pattern names nothing, no weight is left for Dobb, or a weight already
+            belongs to another Dobb.
+        BlockError: if the blocks do not divide a layer's input features.
+        UnsupportedError: if the model is sharded or replicated in a way that hides weights or activations.
+        TypeError: on an unknown setting.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        exclude: Exclude = (),
+        process_group: dist.ProcessGroup | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"Dobb takes the model itself, not {type(model).__name__}: Dobb(model, lr=...)")
+        root = unwrap(model)
+        with _named_as_keywords():
+            self.config, predicates = _read_settings(exclude, settings)
+            choice = choose(root, self.config, predicates)
+        self.on_dobb, self.on_adamw, self._frozen = choice.dobb, choice.adamw, choice.frozen
+        if not self.on_dobb:
+            raise ConfigError(
+                f"Dobb manages no weight of this {type(root).__name__}, only those of nn.Linear layers; on AdamW "
+                f"would be {'; '.join(self._adamw_lines()) or 'nothing'}; frozen: {self._frozen} parameters. "
+                "Use torch.optim.AdamW, or exclude less"
+            )
+        _check_free(self.on_dobb.values())
+        self.attempted_steps = 0
+        self.refresh_counts = RefreshCounts()
+        self._weight_of = {weight.parameter: weight for weight in self.on_dobb.values()}
+        self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(self._make_groups(root), dict(self._adamw.defaults))
+        self._group = _process_group(model, process_group)
+        self._bases = ModelBases(tuple(self.on_dobb.values()), self.config, self._group)
+        self._momentum = {
+            name: torch.zeros_like(weight.parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
+            for name, weight in self.on_dobb.items()
+        }
+        self._capture = BatchCapture(
+            root,
+            [source for weight in self.on_dobb.values() for source in weight.sources()],
+            self.config.capture_sequences,
+            rank=dist.get_rank(self._group) if self._group is not None else 0,
+            ranks=dist.get_world_size(self._group) if self._group is not None else 1,
+            default_to_first=self.config.capture == "first",
+        )
+        self._remove = weakref.finalize(self, _release, self._capture)
+        self._remove.atexit = False
+        _owner_of.update({source.module: weakref.ref(self) for source in self._capture.sources})
+        self._begin()
+
+    def _make_groups(self, root: nn.Module) -> list[dict[str, Any]]:
+        others = [p for p in root.parameters() if p.requires_grad and p not in self._weight_of]
+        groups = [
+            {"params": list(self._weight_of), STATE: True},
+            {"params": [p for p in others if p.ndim >= 2], STATE: False},
+            {"params": [p for p in others if p.ndim < 2], STATE: False, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, which AdamW will update: Dobb chooses its weights when it is built.
+
+        Raises:
+            ConfigError: if the group asks for Dobb.
+        """
+        if param_group.setdefault(STATE, False) and hasattr(self, "_bases"):
+            raise ConfigError("Dobb chooses its weights when it is built: build a new one for the whole model")
+        super().add_param_group(param_group)
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the model, so that another Dobb can be built for it. The next refresh would fail."""
+        self._remove()
+
+    # Steps.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and the activations captured for them if their step was never taken."""
+        if self._capture.backward_has_run():
+            self._begin()
+        super().zero_grad(set_to_none)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Refresh the bases if this step is due, then update every parameter that has a gradient.
+
+        Args:
+            closure: clears the gradients, computes the loss and its gradients, and returns the loss.
+
+        Raises:
+            NonFiniteError: if a gradient of a weight on Dobb is not finite.
+            CaptureError: if a weight has a gradient, but none of its input activations was seen for this refresh.
+
+            Neither changes anything, on any rank.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_gradients()
+        if self.config.refresh_due(self.attempted_steps):
+            self._refresh()
+        self.attempted_steps += 1
+        self._begin()
+        for group in self.param_groups:
+            for parameter in group["params"] if group[STATE] else ():
+                if parameter.grad is not None:
+                    self._update(self._weight_of[parameter], float(group["lr"]), group["weight_decay"])
+        self._adamw.param_groups = [group for group in self.param_groups if not group[STATE]]
+        self._adamw.state = self.state
+        self._adamw.step()
+        return loss
+
+    def _begin(self) -> None:
+        self._capture.begin(armed=self.config.refresh_due(self.attempted_steps))
+
+    def _check_gradients(self) -> None:
+        by_device: dict[torch.device, list[LinearWeight]] = {}
+        for weight in self.on_dobb.values():
+            if weight.parameter.device != self._momentum[weight.name].device:
+                raise ConfigError(
+                    f"{weight.name} moved to {weight.parameter.device} after Dobb was built on "
+                    f"{self._momentum[weight.name].device}: move the model first, then build the optimizer"
+                )
+            if weight.parameter.grad is not None:
+                by_device.setdefault(weight.parameter.device, []).append(weight)
+        for weights in by_device.values():
+            reference.check_finite([w.name for w in weights], [_gradient(w) for w in weights])
+
+    def _refresh(self) -> None:
+        idle = self._idle(self._capture.sums)
+        counts = self._bases.refresh(self._capture.take())
+        counts.skipped -= sum(self.on_dobb[name].blocks for name in idle)
+        self.refresh_counts.skipped += counts.skipped
+        self.refresh_counts.fallbacks += counts.fallbacks
+        if (counts.skipped or counts.fallbacks) and self._capture.rank == 0:
+            logger.warning(
+                "refresh of step %d: %d blocks kept their basis (an all-zero or non-finite moment), %d were finished "
+                "by Householder; %d and %d since the start",
+                self.attempted_steps + 1,
+                *(counts.skipped, counts.fallbacks),
+                *(self.refresh_counts.skipped, self.refresh_counts.fallbacks),
+            )
+
+    def _idle(self, sums: Mapping[str, MomentSum]) -> list[str]:
+        """The weights that this step did not use on any rank: no token and no gradient."""
+        weights = self.on_dobb.values()
+        seen = torch.tensor([[sums[w.name].tokens, w.parameter.grad is not None] for w in weights])
+        if self._group is not None:
+            seen = seen.to(self._bases.device)
+            dist.all_reduce(seen, group=self._group)
+        without = [
+            (w.name, gradients > 0) for w, (tokens, gradients) in zip(weights, seen.tolist(), strict=True) if not tokens
+        ]
+        missed = [name for name, has_gradient in without if has_gradient]
+        if missed:
+            raise CaptureError(
+                f"no input activation of {', '.join(missed)} was captured for the refresh of step "
+                f"{self.attempted_steps + 1}, though there is a gradient; nothing was changed. "
+                + (
+                    "Layers must be called, with their hooks, in training mode and inside a call of the model; "
+                    "capture='all' helps if only later micro-batches use them, exclude=[...] leaves them to AdamW"
+                    if self._capture.handles
+                    else "remove_hooks() was called"
+                )
+            )
+        return [name for name, _ in without]
+
+    def _update(self, weight: LinearWeight, learning_rate: float, weight_decay: float) -> None:
+        parameter = weight.parameter.detach()
+        in_place = parameter.is_contiguous() and parameter.dtype in (torch.float32, torch.float64)
+        master = parameter if in_place else parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+        flat = master.contiguous().view(-1)
+        segment = reference.Segment(
+            weight.name,
+            Shard(0, flat.numel(), weight.columns, weight.width),
+            weight.rows,
+            weight.columns,
+            flat,
+            self._momentum[weight.name].view(-1),
+            self._bases.basis_of(weight.name),
+        )
+        reference.update(
+            [segment],
+            [_gradient(weight)],
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            momentum=self.config.momentum,
+            nesterov=self.config.nesterov,
+            update_scale=self.config.update_scale,
+        )
+        if not in_place:
+            parameter.copy_(flat.view_as(parameter))
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's state as in every optimizer, and Dobb's by weight name under `dobb`; the same on every rank."""
+        state = super().state_dict()
+        state[STATE] = {
+            "attempted_steps": self.attempted_steps,
+            "capture_sequences": self._capture.sequences,
+            "weights": {name: self._tensors_of(name) for name in self.on_dobb},
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned, on any number of ranks; every rank loads the same.
+
+        Raises:
+            ConfigError: if the state has no part of Dobb's, or not exactly that of these weights and blocks. Nothing
+                was changed then.
+        """
+        saved: Any = state_dict.get(STATE)
+        self._check_loadable(saved)
+        super().load_state_dict(state_dict)
+        with torch.no_grad():
+            for name, tensors in saved["weights"].items():
+                for key, tensor in self._tensors_of(name).items():
+                    tensor.copy_(tensors[key])
+        self._bases.take_owned_moments()
+        self.attempted_steps = saved["attempted_steps"]
+        if self.config.capture == "first":
+            self._capture.sequences = self.config.capture_sequences or saved["capture_sequences"]
+        self._begin()
+
+    def _tensors_of(self, name: str) -> dict[str, Tensor]:
+        """The live state of a weight: momentum `[m, n]`, moments and bases `[B, b, b]`."""
+        return {
+            "momentum": self._momentum[name],
+            "moment": self._bases.moment_of(name),
+            "basis": self._bases.basis_of(name),
+        }
+
+    def _check_loadable(self, saved: Any) -> None:
+        if not isinstance(saved, Mapping) or not saved.keys() >= {"attempted_steps", "capture_sequences", "weights"}:
+            raise ConfigError("this state_dict has no complete 'dobb' part: it was not saved by Dobb")
+        weights = saved["weights"]
+        for names, problem in (
+            (self.on_dobb.keys() - weights.keys(), "this state_dict has no state of"),
+            (weights.keys() - self.on_dobb.keys(), "this optimizer does not have on Dobb, but the state_dict has,"),
+        ):
+            if names:
+                shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
+                raise ConfigError(f"{problem} {shown}: build it for the same model with the same exclude")
+        for name, weight in self.on_dobb.items():
+            for key, tensor in self._tensors_of(name).items():
+                if key not in weights[name]:
+                    raise ConfigError(f"this state_dict has no {key} of {name}")
+                if weights[name][key].shape != tensor.shape:
+                    raise ConfigError(
+                        f"this state_dict has the {key} of {name} as {list(weights[name][key].shape)}, and this "
+                        f"optimizer as {list(tensor.shape)}, with {weight.blocks} blocks of {weight.width} columns: "
+                        "use the same model and the same blocks or block_width"
+                    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "a Dobb cannot be copied or pickled, because its hooks belong to one model: build another one for the "
+            "copy of the model and give it load_state_dict(copy.deepcopy(optimizer.state_dict()))"
+        )
+
+    # What is where.
+
+    def describe(self) -> str:
+        """What is on Dobb, what is on AdamW, and why."""
+        weights = self.on_dobb.values()
+        lines = [f"Dobb: {len(weights)} matrices, {sum(w.parameter.numel() for w in weights):,} elements"]
+        lines.append("    count       m       n  blocks   width")
+        for shape, count in Counter((w.rows, w.columns, w.blocks, w.width) for w in weights).items():
+            lines.append(f"  {count:7d} " + " ".join(f"{size:7d}" for size in shape))
+        lines.append(f"AdamW: {len(self.on_adamw)} parameters; frozen: {self._frozen}")
+        return "\n".join([*lines, *(f"  {line}" for line in self._adamw_lines())])
+
+    def _adamw_lines(self) -> list[str]:
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.on_adamw.items():
+            by_reason.setdefault(reason, []).append(name)
+        return [
+            f"{len(names)} {reason}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for reason, names in by_reason.items()
+        ]
+
+    def __repr__(self) -> str:
+        return self.describe()
+
+
+def _read_settings(exclude: Exclude, settings: dict[str, Any]) -> tuple[DobbConfig, list[Predicate]]:
+    known = {field.name for field in dataclasses.fields(DobbConfig)} - {"exclude"}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise TypeError(f"Dobb has no setting {', '.join(unknown)}; those of Dobb's own are {', '.join(sorted(known))}")
+    entries = [exclude] if isinstance(exclude, str) or callable(exclude) else list(exclude)
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for key in ("moment_dtype", "basis_dtype"):
+        if key in settings:
+            settings[key] = names.get(settings[key], settings[key])
+    patterns = tuple(entry for entry in entries if not callable(entry))
+    return DobbConfig(exclude=patterns, **settings), [entry for entry in entries if callable(entry)]
+
+
+@contextlib.contextmanager
+def _named_as_keywords() -> Iterator[None]:
+    """Let errors name settings as keywords; code shared with Megatron names command-line flags."""
+    try:
+        yield
+    except ConfigError as error:
+        text = re.sub(r"--dobb-([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
+        raise type(error)(text) from None
+
+
+def _process_group(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that share the weights; None where this process is alone."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    inner = getattr(model, "_orig_mod", model)
+    default = inner.process_group if isinstance(inner, DistributedDataParallel) else dist.group.WORLD
+    group = given if given is not None else default
+    if dist.get_rank(group) < 0:
+        raise ConfigError("process_group does not contain this rank: give every rank the group that it belongs to")
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def _check_free(weights: Iterable[LinearWeight]) -> None:
+    def taken() -> list[str]:
+        owners = {w.name: _owner_of.get(module) for w in weights for module in w.modules}
+        return [name for name, owner in owners.items() if owner is not None and owner() is not None]
+
+    if taken():
+        gc.collect()  # schedulers and their optimizers refer to each other
+    if names := taken():
+        raise ConfigError(
+            f"{names[0]} already belongs to another Dobb, and its activations would be captured twice: call "
+            "remove_hooks() on that one, or delete it, before building another"
+        )
+
+
+def _release(capture: BatchCapture) -> None:
+    capture.remove()
+    for source in capture.sources:
+        _owner_of.pop(source.module, None)
+
+
+def _gradient(weight: LinearWeight) -> Tensor:
+    assert weight.parameter.grad is not None
+    return weight.parameter.grad.reshape(-1)

@@ -1,0 +1,223 @@
+"""Owners of blocks and the messages between owners, holders and reduced chunks."""
+
+import random
+import time
+from itertools import accumulate
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_shapes import MODELS
+
+from megatron_dobb.errors import LayoutError
+from megatron_dobb.layout import Item, align, bucket_divisor, default_bucket_size
+from megatron_dobb.owners import FlatExchange, Ownership, assign, imbalance, work
+
+Group = tuple[list[dict[str, tuple[int, ...]]], dict[str, int]]
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    """What up to 8 ranks hold of up to 5 weights, with at least one holder for every block; and the widths."""
+    ranks, weights = draw(st.integers(1, 8)), draw(st.integers(0, 5))
+    holdings: list[dict[str, tuple[int, ...]]] = [{} for _ in range(ranks)]
+    widths = {}
+    for number in range(weights):
+        key = f"weight{number}"
+        widths[key] = draw(st.sampled_from([8, 16, 24, 96]))
+        for block in range(draw(st.integers(1, 4))):
+            for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+                holdings[rank][key] = (*holdings[rank].get(key, ()), block)
+    return holdings, widths
+
+
+def holdings_of(items: list[Item], shards: int) -> Group:
+    """What every rank holds of a model with Megatron's default buckets, and the widths."""
+    layout = align(items, default_bucket_size(shards), shards, bucket_divisor(shards))
+    holdings: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shards)]
+    for index, item in enumerate(items):
+        if item.width:
+            for rank in layout.holders(index):
+                holdings[rank][item.name] = layout.held_blocks(index, rank)
+    return holdings, {item.name: item.width for item in items if item.width}
+
+
+# -- Owners ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_every_block_has_exactly_one_owner_and_the_owner_holds_it(group: Group) -> None:
+    holdings, widths = group
+    owners = Ownership.share_out(holdings, widths)
+    held = {(key, block) for rank in holdings for key, blocks in rank.items() for block in blocks}
+    owned = [block for rank in range(len(holdings)) for block in owners.owned_by(rank)]
+    assert sorted(owned) == sorted(held)
+    for rank in range(len(holdings)):
+        assert set(owners.owned_by(rank)) <= set(owners.held_by(rank))
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(), st.randoms(use_true_random=False))
+def test_owners_do_not_depend_on_the_order_of_keys_or_blocks(group: Group, rng: random.Random) -> None:
+    holdings, widths = group
+    shuffled = []
+    for rank in holdings:
+        keys = rng.sample(list(rank), len(rank))
+        shuffled.append({key: frozenset(rank[key]) for key in keys})
+    mixed_widths = {key: widths[key] for key in rng.sample(list(widths), len(widths))}
+    first, second = assign(holdings, widths), assign(shuffled, mixed_widths)
+    assert list(first.items()) == list(second.items())
+
+
+def test_widest_blocks_go_first_to_the_least_loaded_holder_and_ties_to_the_lowest_rank() -> None:
+    holdings = [{"narrow": (0, 1), "wide": (0,)}, {"narrow": (0, 1), "wide": (0,)}, {"narrow": (1,)}]
+    assert assign(holdings, {"narrow": 8, "wide": 16}) == {"narrow": (1, 2), "wide": (0,)}
+
+
+@given(st.integers(1, 12), st.lists(st.sampled_from([8, 16, 24, 96]), min_size=1, max_size=12))
+def test_blocks_that_every_rank_holds_are_balanced_to_within_one_block(ranks: int, widths: list[int]) -> None:
+    sizes = {f"weight{i}": width for i, width in enumerate(widths)}
+    holdings = [{key: range(4) for key in sizes} for _ in range(ranks)]
+    load = Ownership.share_out(holdings, sizes).work()
+    assert sum(load) == sum(4 * work(width) for width in widths)
+    assert max(load) - min(load) <= work(max(widths))
+    assert imbalance(load) >= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(groups())
+def test_sharing_out_width_by_width_with_the_loads_so_far_equals_sharing_out_at_once(group: Group) -> None:
+    holdings, widths = group
+    load = [0] * len(holdings)
+    piecewise = {}
+    for width in sorted(set(widths.values()), reverse=True):
+        of_width = {key for key in widths if widths[key] == width}
+        part = [{key: held for key, held in rank.items() if key in of_width} for rank in holdings]
+        owners = Ownership.share_out(part, dict.fromkeys(of_width, width), load)
+        piecewise |= owners.owners
+        load = [sum(pair) for pair in zip(load, owners.work(), strict=True)]
+    assert piecewise == assign(holdings, widths)
+
+
+def test_a_block_without_a_holder_is_refused() -> None:
+    with pytest.raises(LayoutError, match="fc1: no rank holds a row of block 1, but one holds block 2"):
+        assign([{"fc1": (0,)}, {"fc1": (2,)}], {"fc1": 8})
+
+
+def test_imbalance_is_the_largest_share_over_the_mean() -> None:
+    assert imbalance([3, 1, 2]) == 1.5
+    assert imbalance([0, 0]) == 1.0
+
+
+def test_a_thousand_ranks_are_shared_out_in_seconds() -> None:
+    rng = random.Random(0)
+    widths = {f"layers.{i}.weight": rng.choice([256, 512, 1792]) for i in range(400)}
+    holdings: list[dict[str, tuple[int, ...]]] = [{} for _ in range(1024)]
+    for number, key in enumerate(widths):
+        for rank in range(24):
+            holdings[(number * 2 + rank) % 1024][key] = tuple(range(16))
+    began = time.perf_counter()
+    owners = Ownership.share_out(holdings, widths)
+    rows = [owners.basis_sends(rank) for rank in range(0, 1024, 128)]
+    assert any(any(row) for row in rows)
+    assert time.perf_counter() - began < 10
+
+
+# -- Bases from owners to holders --------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_both_ends_agree_on_the_bases_of_every_message_and_their_order(group: Group) -> None:
+    owners = Ownership.share_out(*group)
+    ranks = range(len(owners.holdings))
+    sends = [owners.basis_sends(rank) for rank in ranks]
+    receives = [owners.basis_receives(rank) for rank in ranks]
+    for source in ranks:
+        for destination in ranks:
+            message = owners.sends(source, destination)
+            assert message == sends[source][destination] == receives[destination][source]
+            assert list(message) == sorted(message)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_every_rank_gets_each_basis_it_needs_once_and_no_other(group: Group) -> None:
+    owners = Ownership.share_out(*group)
+    for rank in range(len(owners.holdings)):
+        received = [block for message in owners.basis_receives(rank) for block in message]
+        assert sorted([*received, *owners.owned_by(rank)]) == list(owners.held_by(rank))
+
+
+def test_a_weight_held_by_one_rank_never_sends_its_basis() -> None:
+    owners = Ownership.share_out([{"fc1": range(4)}, {"fc2": range(4)}], {"fc1": 8, "fc2": 8})
+    assert owners.basis_sends(0) == owners.basis_sends(1) == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("shards", "kept"),
+    [(2, 0.66), (8, 0.40), (64, 0.20), (1024, 0.02)],
+)
+def test_llama_8b_keeps_the_share_of_state_that_the_design_states(shards: int, kept: float) -> None:
+    items = MODELS["Llama-3 8B"]()
+    owners = Ownership.share_out(*holdings_of(items, shards))
+    all_of_it = sum(6 * item.width * item.columns for item in items)
+    bytes_kept = [
+        4 * owners.elements(owners.owned_by(rank)) + 2 * owners.elements(owners.held_by(rank)) for rank in range(shards)
+    ]
+    assert sum(bytes_kept) / shards / all_of_it == pytest.approx(kept, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("model", "shards", "bound"),
+    [("Llama-3 8B", 2, 1.01), ("Llama-3 8B", 8, 1.01), ("Llama-3 8B", 64, 1.7), ("GPT-2 XL", 16, 1.1)],
+)
+def test_refresh_work_of_real_models_is_shared_out_evenly(model: str, shards: int, bound: float) -> None:
+    assert imbalance(Ownership.share_out(*holdings_of(MODELS[model](), shards)).work()) < bound
+
+
+# -- Sums from chunks to owners ----------------------------------------------------------------------------------
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> FlatExchange:
+    ranks = draw(st.integers(1, 7))
+    lengths = draw(st.lists(st.integers(0, 20), max_size=12))
+    destinations = [draw(st.sets(st.integers(0, ranks - 1), max_size=3)) for _ in lengths]
+    return FlatExchange(lengths, destinations, ranks)
+
+
+@settings(max_examples=120, deadline=None)
+@given(exchanges())
+def test_every_segment_arrives_whole_and_in_order_at_each_of_its_destinations(exchange: FlatExchange) -> None:
+    total, chunk = sum(exchange.lengths), exchange.chunk
+    flat = [*range(total), *[-1] * exchange.padding]
+    chunks = [flat[rank * chunk : (rank + 1) * chunk] for rank in range(exchange.ranks)]
+    assert sum(map(len, chunks)) == len(flat) == chunk * exchange.ranks
+    sends = [exchange.sends(rank) for rank in range(exchange.ranks)]
+    bounds = [0, *accumulate(exchange.lengths)]
+    for rank in range(exchange.ranks):
+        messages = [
+            [element for start, end in sends[source][rank] for element in chunks[source][start:end]]
+            for source in range(exchange.ranks)
+        ]
+        assert [len(message) for message in messages] == exchange.receive_sizes(rank)
+        expected = [
+            element
+            for segment, wanted_by in enumerate(exchange.destinations)
+            if rank in wanted_by
+            for element in range(bounds[segment], bounds[segment + 1])
+        ]
+        assert [element for message in messages for element in message] == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(exchanges())
+def test_padding_is_below_the_group_size(exchange: FlatExchange) -> None:
+    assert 0 <= exchange.padding < exchange.ranks
+
+
+def test_neighbouring_ranges_of_one_message_are_sent_as_one() -> None:
+    assert FlatExchange([4, 4, 4], [{1}, {1}, {0}], ranks=2).sends(0) == [[], [(0, 6)]]
+    assert FlatExchange([4, 4, 4], [{1}, {1}, {0}], ranks=2).sends(1) == [[(2, 6)], [(0, 2)]]
