@@ -18,12 +18,13 @@ if sys.version_info < (3, 12):  # noqa: UP036  (a source tree on PYTHONPATH pass
 
 if TYPE_CHECKING:
     from .config import DobbConfig as DobbConfig
+    from .extension import build_info as build_info
     from .megatron import install as install
     from .optimizer import Dobb as Dobb
 
-_HOME = {"Dobb": ".optimizer", "DobbConfig": ".config", "install": ".megatron"}
+_HOME = {"Dobb": ".optimizer", "DobbConfig": ".config", "build_info": ".extension", "install": ".megatron"}
 
-__all__ = ["Dobb", "DobbConfig", "__version__", "install"]
+__all__ = ["Dobb", "DobbConfig", "__version__", "build_info", "install"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 
+from .autoload import wait_for_megatron
 from .errors import DobbError
 from .version import __version__
 
@@ -21,7 +22,7 @@ megatron_dobb {__version__}"""
 
 
 def main() -> None:
-    """Install the seam, then run the script as `__main__` with its own arguments."""
+    """Get ready to patch Megatron, then run the script as `__main__` with its own arguments."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -36,11 +37,10 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    from .megatron import install
-
-    install()
+    wait_for_megatron()
     sys.argv = arguments
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    if not sys.flags.safe_path:  # then, as for any script: its own folder in place of the current one
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
         runpy.run_path(script, run_name="__main__")
     except DobbError as error:

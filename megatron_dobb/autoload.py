@@ -1,7 +1,7 @@
-"""Imported by `megatron_dobb_autoload.pth` at every interpreter start when `MEGATRON_DOBB_AUTOLOAD=1` is set.
+"""Patch Megatron when a program imports it; nothing heavy is imported before that, and nothing else is touched.
 
-It only leaves a note to patch Megatron when a program imports it; everything else is untouched and nothing heavy is
-imported.
+The launcher asks for it, and so does `megatron_dobb_autoload.pth` at every start of an interpreter when
+`MEGATRON_DOBB_AUTOLOAD=1` is set.
 """
 
 import os
@@ -12,6 +12,11 @@ from .postimport import after_import
 VARIABLE = "MEGATRON_DOBB_AUTOLOAD"
 
 
+def wait_for_megatron() -> None:
+    """Patch Megatron when, and only if, the program imports it."""
+    after_import("megatron.core", _install)
+
+
 def _install(core: ModuleType) -> None:
     from .megatron import install
 
@@ -19,4 +24,4 @@ def _install(core: ModuleType) -> None:
 
 
 if os.environ.get(VARIABLE) == "1":
-    after_import("megatron.core", _install)
+    wait_for_megatron()

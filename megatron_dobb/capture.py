@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .moment import gram
+from .ops import gram_
 
 ActivationOf = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -132,9 +132,11 @@ class Capture:
                 if count == 0:
                     return
                 x = x.narrow(source.sequence_dim, 0, count)
-                addition = gram(x, source.width)
                 entry = self.sums[source.key]
-                entry.total = addition if entry.total is None else entry.total.add_(addition)
+                if entry.total is None:
+                    width = source.width
+                    entry.total = x.new_zeros(x.shape[-1] // width, width, width, dtype=torch.float32)
+                gram_(entry.total, x, source.width)
                 entry.tokens += x.numel() // x.shape[-1]
 
         return capture

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 
 from .errors import ConfigError
+from .ops import BACKENDS, PRECISIONS, Backend, Precision
 from .orthogonalize import Method
 
 DEFAULT_BLOCKS = 16
@@ -52,6 +53,9 @@ class DobbConfig:
         update_scale: `tau`, the update's RMS for a weight with `m >= n`.
         moment_dtype: storage of the moments, `fp32` or `bf16`.
         basis_dtype: storage of the bases, `fp32` or `bf16`.
+        backend: what computes the update: `auto` takes the compiled extension where it is there, `extension` and
+            `reference` (plain PyTorch) insist on one.
+        precision: `exact` decides signs as fp32 products would, `bf16` may round the momentum and the basis first.
 
     Raises:
         ConfigError: if a value is out of range or two settings contradict each other.
@@ -72,6 +76,8 @@ class DobbConfig:
     update_scale: float = 0.2
     moment_dtype: str = "fp32"
     basis_dtype: str = "bf16"
+    backend: Backend = "auto"
+    precision: Precision = "exact"
 
     def __post_init__(self) -> None:
         self._settle_patterns()
@@ -123,6 +129,8 @@ class DobbConfig:
         self._check_choice("capture", CAPTURE_POLICIES)
         self._check_choice("moment_dtype", tuple(DTYPES))
         self._check_choice("basis_dtype", tuple(DTYPES))
+        self._check_choice("backend", BACKENDS)
+        self._check_choice("precision", PRECISIONS)
         if self.capture == "all" and self.capture_sequences is not None:
             raise ConfigError(
                 f"--dobb-capture-sequences {self.capture_sequences} has no meaning with --dobb-capture all: "

@@ -6,7 +6,7 @@ import gc
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import reference
+from . import ops, reference
 from .bases import ModelBases
 from .blocks import Shard
 from .capture import MomentSum
@@ -104,6 +104,7 @@ class Dobb(torch.optim.Optimizer):
         _check_free(self.on_dobb.values())
         self.attempted_steps = 0
         self.refresh_counts = RefreshCounts()
+        self._pending: ops.Pending = []
         self._weight_of = {weight.parameter: weight for weight in self.on_dobb.values()}
         self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(self._make_groups(root), dict(self._adamw.defaults))
@@ -186,9 +187,9 @@ class Dobb(torch.optim.Optimizer):
         self.attempted_steps += 1
         self._begin()
         for group in self.param_groups:
-            for parameter in group["params"] if group[STATE] else ():
-                if parameter.grad is not None:
-                    self._update(self._weight_of[parameter], float(group["lr"]), group["weight_decay"])
+            if group[STATE]:
+                due = [self._weight_of[p] for p in group["params"] if p.grad is not None]
+                self._update(due, float(group["lr"]), group["weight_decay"])
         self._adamw.param_groups = [group for group in self.param_groups if not group[STATE]]
         self._adamw.state = self.state
         self._adamw.step()
@@ -198,6 +199,8 @@ class Dobb(torch.optim.Optimizer):
         self._capture.begin(armed=self.config.refresh_due(self.attempted_steps))
 
     def _check_gradients(self) -> None:
+        ops.check(self._pending)
+        self._pending = []
         by_device: dict[torch.device, list[LinearWeight]] = {}
         for weight in self.on_dobb.values():
             if weight.parameter.device != self._momentum[weight.name].device:
@@ -249,31 +252,46 @@ class Dobb(torch.optim.Optimizer):
             )
         return [name for name, _ in without]
 
-    def _update(self, weight: LinearWeight, learning_rate: float, weight_decay: float) -> None:
-        parameter = weight.parameter.detach()
-        in_place = parameter.is_contiguous() and parameter.dtype in (torch.float32, torch.float64)
-        master = parameter if in_place else parameter.to(torch.promote_types(parameter.dtype, torch.float32))
-        flat = master.contiguous().view(-1)
-        segment = reference.Segment(
-            weight.name,
-            Shard(0, flat.numel(), weight.columns, weight.width),
-            weight.rows,
-            weight.columns,
-            flat,
-            self._momentum[weight.name].view(-1),
-            self._bases.basis_of(weight.name),
-        )
-        reference.update(
-            [segment],
-            [_gradient(weight)],
+    def _update(self, weights: Sequence[LinearWeight], learning_rate: float, weight_decay: float) -> None:
+        """One step of these weights: in one call, except those that have no fp32 storage of their own."""
+        in_place: list[LinearWeight] = []
+        for weight in weights:
+            parameter = weight.parameter.detach()
+            if parameter.is_contiguous() and parameter.dtype in (torch.float32, torch.float64):
+                in_place.append(weight)
+                continue
+            master = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous()
+            self._update_flat([weight], [master.view(-1)], learning_rate, weight_decay)
+            parameter.copy_(master)
+        flat = [weight.parameter.detach().view(-1) for weight in in_place]
+        self._update_flat(in_place, flat, learning_rate, weight_decay)
+
+    def _update_flat(
+        self, weights: Sequence[LinearWeight], flat: Sequence[Tensor], learning_rate: float, weight_decay: float
+    ) -> None:
+        segments = [
+            reference.Segment(
+                weight.name,
+                Shard(0, values.numel(), weight.columns, weight.width),
+                weight.rows,
+                weight.columns,
+                values,
+                self._momentum[weight.name].view(-1),
+                self._bases.basis_of(weight.name),
+            )
+            for weight, values in zip(weights, flat, strict=True)
+        ]
+        self._pending += ops.update(
+            segments,
+            [_gradient(weight) for weight in weights],
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             momentum=self.config.momentum,
             nesterov=self.config.nesterov,
             update_scale=self.config.update_scale,
+            precision=self.config.precision,
+            backend=self.config.backend,
         )
-        if not in_place:
-            parameter.copy_(flat.view_as(parameter))
 
     # State.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config import CAPTURE_POLICIES, DTYPES, QR_METHODS, DobbConfig
 from ..errors import ConfigError, UnsupportedError
+from ..ops import BACKENDS, PRECISIONS
 
 OPTIMIZER = "dobb"
 
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("moment-dtype", "Storage of the moments.", choices=tuple(DTYPES), default=default.moment_dtype)
     add("basis-dtype", "Storage of the bases.", choices=tuple(DTYPES), default=default.basis_dtype)
+    add("backend", "What computes the update.", choices=BACKENDS, default=default.backend)
+    add("precision", "How the signs of the coefficients are found.", choices=PRECISIONS, default=default.precision)
     return parser
 
 

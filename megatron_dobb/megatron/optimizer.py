@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from .. import reference
+from .. import ops, reference
 from ..blocks import Shard
 from ..capture import Capture, Source
 from ..config import DTYPES, DobbConfig
@@ -48,6 +48,7 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         self.attempted_steps = 0
         self.refresh_counts = RefreshCounts()
         self.captures: list[Capture] = []
+        self._pending: ops.Pending = []
         self.refresh_groups: list[RefreshGroup] = []
         self.segments: list[list[reference.Segment]] = []
         self.shards: list[list[torch.nn.Parameter]] = []
@@ -211,16 +212,17 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         sums = {}
         for capture in self.captures:
             sums.update(capture.take())
-        counts = RefreshCounts()
+        to_report = RefreshCounts()
         for group in self.refresh_groups:
             found = group.refresh(
                 sums, beta=self.dobb.moment_beta, method=self.dobb.qr, iterations=self.dobb.iterations
             )
-            counts.skipped += found.skipped
-            counts.fallbacks += found.fallbacks
-        self.refresh_counts.skipped += counts.skipped
-        self.refresh_counts.fallbacks += counts.fallbacks
-        report.log_refresh(self.attempted_steps + 1, counts, self.refresh_counts)
+            self.refresh_counts.skipped += found.skipped
+            self.refresh_counts.fallbacks += found.fallbacks
+            if group.rank == 0:  # it speaks for the group, of which the job's first rank need not be a member
+                to_report.skipped += found.skipped
+                to_report.fallbacks += found.fallbacks
+        report.log_refresh(self.attempted_steps + 1, to_report, self.refresh_counts)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -232,12 +234,14 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         if self.is_stub_optimizer:
             return super().step_with_ready_grads()
         gradients = [[_gradient(shard) for shard in shards] for shards in self.shards]
+        ops.check(self._pending)
+        self._pending = []
         reference.check_finite(
             [s.name for segments in self.segments for s in segments],
             [g for group in gradients for g in group],
         )
         for group, segments, group_gradients in zip(self.optimizer.param_groups, self.segments, gradients, strict=True):
-            reference.update(
+            self._pending += ops.update(
                 segments,
                 group_gradients,
                 learning_rate=group["lr"],
@@ -245,6 +249,8 @@ class DobbDistributedOptimizer(DistributedOptimizer):
                 momentum=self.dobb.momentum,
                 nesterov=self.dobb.nesterov,
                 update_scale=self.dobb.update_scale,
+                precision=self.dobb.precision,
+                backend=self.dobb.backend,
             )
         with self._only_adamw_groups():
             return super().step_with_ready_grads()

@@ -1,0 +1,156 @@
+"""What of csrc/ can be built here: CPU kernels always, CUDA kernels with nvcc and a CUDA PyTorch.
+
+Environment variables, all optional:
+    MEGATRON_DOBB_NO_EXTENSION=1  build no extension
+    MEGATRON_DOBB_NO_CUDA=1       build only the CPU kernels
+    TORCH_CUDA_ARCH_LIST          architectures of the CUDA kernels, as in PyTorch
+    MAX_JOBS                      parallel compilations; otherwise chosen from cores and free memory
+    CXX, CUDA_HOME                compilers
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "megatron_dobb._C"
+CUDA_ARCHITECTURES = "8.0;9.0;10.0"  # where TORCH_CUDA_ARCH_LIST is not set and no GPU is seen
+GIB_FOR_A_JOB = 2.5  # a file with PyTorch's headers
+
+
+@dataclass
+class Plan:
+    """What will be built.
+
+    Attributes:
+        extensions: for `setup(ext_modules=...)`; empty if the extension cannot be built.
+        commands: for `setup(cmdclass=...)`.
+        notes: what is missing and how to get it; the first is shown to users who run without the extension.
+    """
+
+    extensions: list[Any] = field(default_factory=list)
+    commands: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan() -> Plan:
+    """Look at compilers, PyTorch and CUDA."""
+    if os.environ.get("MEGATRON_DOBB_NO_EXTENSION") == "1":
+        return Plan(notes=["MEGATRON_DOBB_NO_EXTENSION=1 was set"])
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        return Plan(notes=[f"PyTorch was not installed where the package was built ({error})"])
+    compiler = os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+    if compiler is None or not shutil.which(compiler.split()[0]):
+        return Plan(notes=[f"no C++ compiler was found ({compiler or 'g++ and clang++'}): install g++ or set CXX"])
+    os.environ.setdefault("MAX_JOBS", str(parallel_jobs()))
+    version = _first_line([*compiler.split(), "--version"])
+    if cpp_extension.is_ninja_available() is False:
+        print("megatron_dobb: ninja is not installed, so files are compiled one after the other")
+    macros = [("DOBB_TORCH_VERSION", f'"{torch.__version__}"'), ("DOBB_COMPILER", f'"{version}"')]
+    sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
+    flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi"]}
+    result = Plan()
+    architectures = _cuda_architectures(torch, cpp_extension, result.notes)
+    kind = cpp_extension.CppExtension
+    if architectures:
+        kind = cpp_extension.CUDAExtension
+        os.environ["TORCH_CUDA_ARCH_LIST"] = architectures
+        sources += sorted(ROOT.glob("csrc/cuda/*.cpp")) + sorted(ROOT.glob("csrc/cuda/*.cu"))
+        macros += [("DOBB_WITH_CUDA", None), ("DOBB_CUDA_ARCHITECTURES", f'"{architectures}"')]
+        flags["nvcc"] = ["-O3", "-Xptxas=-v"]
+        for folder in _headers_that_the_toolkit_lacks(cpp_extension.CUDA_HOME):
+            flags["cxx"] += ["-idirafter", str(folder)]
+    relative = [str(source.relative_to(ROOT)) for source in sources]
+    headers = [str(header.relative_to(ROOT)) for end in ("h", "cuh") for header in ROOT.glob(f"csrc/**/*.{end}")]
+    result.extensions = [kind(NAME, relative, define_macros=macros, extra_compile_args=flags, depends=headers)]
+    result.commands = {"build_ext": _or_without(cpp_extension.BuildExtension, result.notes)}
+    return result
+
+
+def parallel_jobs() -> int:
+    """As many compilations as cores and free memory allow."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        free = int(meminfo.split("MemAvailable:")[1].split()[0]) / 2**20
+    except (OSError, IndexError):
+        return cores
+    return max(1, min(cores, int(free / GIB_FOR_A_JOB)))
+
+
+def _first_line(command: list[str]) -> str:
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return found[0].replace('"', "") if found else command[0]
+
+
+def _cuda_architectures(torch: Any, cpp_extension: Any, notes: list[str]) -> str:
+    """The architectures to compile for, as in TORCH_CUDA_ARCH_LIST; empty if CUDA kernels cannot be built."""
+    if os.environ.get("MEGATRON_DOBB_NO_CUDA") == "1" or not list(ROOT.glob("csrc/cuda/*.cu")):
+        return ""
+    if torch.version.cuda is None:
+        return ""
+    home = cpp_extension.CUDA_HOME
+    nvcc = Path(home or "/nonexistent") / "bin" / "nvcc"
+    if not nvcc.exists():
+        notes.append("no CUDA kernels: nvcc was not found; install the CUDA toolkit or set CUDA_HOME")
+        return ""
+    release = _release(nvcc)
+    if release.split(".")[0] != torch.version.cuda.split(".")[0]:
+        notes.append(f"no CUDA kernels: {nvcc} is of CUDA {release}, and PyTorch was built with {torch.version.cuda}")
+        return ""
+    if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return asked
+    if torch.cuda.is_available():
+        seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        return ";".join(f"{major}.{minor}" for major, minor in sorted(seen))
+    return CUDA_ARCHITECTURES
+
+
+def _release(nvcc: Path) -> str:
+    text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+    return text.partition("release ")[2].partition(",")[0] or "unknown release"
+
+
+def _headers_that_the_toolkit_lacks(cuda_home: str) -> list[Path]:
+    """Folders of nvidia's pip packages, where the toolkit has no headers of cuBLAS and the like."""
+    if all((Path(cuda_home) / "include" / name).exists() for name in ("cublas_v2.h", "cusparse.h", "cusolverDn.h")):
+        return []
+    import importlib.util
+
+    found = importlib.util.find_spec("nvidia")
+    roots = list(found.submodule_search_locations or []) if found else []
+    return [folder for root in roots for folder in sorted(Path(root).glob("*/include")) if folder.is_dir()]
+
+
+def _or_without(command: Any, notes: list[str]) -> Any:
+    class BuildOrWithout(command):
+        """Install without the extension if it does not compile."""
+
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except Exception as error:  # compilers fail in many ways
+                notes.insert(0, f"csrc did not compile: {str(error).splitlines()[0]}")
+                say(notes)
+                self.extensions.clear()
+
+        def get_outputs(self) -> list[str]:
+            return super().get_outputs() if self.extensions else []
+
+        def copy_extensions_to_source(self) -> None:
+            if self.extensions:
+                super().copy_extensions_to_source()
+
+    return BuildOrWithout
+
+
+def say(notes: list[str]) -> None:
+    """Print what was not built, so that it is found in the build log."""
+    for note in notes:
+        print(f"megatron_dobb: {note}", flush=True)

@@ -1,0 +1,19 @@
+// The Python module megatron_dobb._C. Importing it registers the ops; each topic does that in its own file.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/kernels.h"
+
+#ifndef DOBB_CUDA_ARCHITECTURES
+#define DOBB_CUDA_ARCHITECTURES ""
+#endif
+
+PYBIND11_MODULE(_C, module) {
+    module.doc() = "Kernels of megatron_dobb; use megatron_dobb.ops";
+    module.attr("torch_version") = DOBB_TORCH_VERSION;
+    module.attr("compiler") = DOBB_COMPILER;
+    module.attr("cuda_architectures") = DOBB_CUDA_ARCHITECTURES;  // empty without CUDA kernels
+    module.def("supported_cpu_kernels", &dobb::cpu::supported_kernels);
+    module.def("chosen_cpu_kernel", &dobb::cpu::chosen_kernel);
+    module.def("choose_cpu_kernel", &dobb::cpu::choose_kernel);
+}

@@ -1,0 +1,30 @@
+#include "target.h"
+#ifdef DOBB_X86
+
+#include <immintrin.h>
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+
+#include "update_task.h"
+
+DOBB_TARGET_AVX2
+#define DOBB_ISA avx2
+#include "vector_avx2.h"
+//
+#include "update_kernel.h"
+//
+#include "gram_kernel.h"
+DOBB_TARGET_END
+
+namespace dobb::cpu {
+
+static bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+extern const Kernel kAvx2Kernel = {"avx2", supported, avx2::scratch_bytes, avx2::run_unit,
+                                avx2::kGramUnit, avx2::widen_fp32, avx2::widen_bf16, avx2::add_gram};
+
+}  // namespace dobb::cpu
+
+#endif

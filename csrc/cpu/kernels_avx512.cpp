@@ -1,0 +1,33 @@
+#include "target.h"
+#ifdef DOBB_X86
+
+#include <immintrin.h>
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+
+#include "update_task.h"
+
+DOBB_TARGET_AVX512
+#define DOBB_ISA avx512
+#include "vector_avx512.h"
+//
+#include "update_kernel.h"
+//
+#include "gram_kernel.h"
+DOBB_TARGET_END
+
+namespace dobb::cpu {
+
+static bool supported() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+extern const Kernel kAvx512Kernel = {"avx512", supported, avx512::scratch_bytes, avx512::run_unit,
+                                avx512::kGramUnit, avx512::widen_fp32, avx512::widen_bf16, avx512::add_gram};
+
+}  // namespace dobb::cpu
+
+#endif

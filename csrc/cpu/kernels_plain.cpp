@@ -1,0 +1,19 @@
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+
+#include "update_task.h"
+
+#define DOBB_ISA plain
+#include "vector_plain.h"
+//
+#include "update_kernel.h"
+//
+#include "gram_kernel.h"
+
+namespace dobb::cpu {
+
+extern const Kernel kPlainKernel = {"plain", [] { return true; }, plain::scratch_bytes, plain::run_unit,
+                                plain::kGramUnit, plain::widen_fp32, plain::widen_bf16, plain::add_gram};
+
+}  // namespace dobb::cpu

@@ -1,0 +1,94 @@
+// dobb::gram_: sums of x_j x_j^T over tokens, for every block of features. Schema, checks, CPU and Meta.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "cpu/update_task.h"
+
+namespace dobb {
+namespace {
+
+// Tokens whose products add up in registers before they enter the sum; they bound its error and the scratch memory.
+constexpr std::int64_t kTokensAtATime = 256;
+
+void check(const at::Tensor& total, const at::Tensor& activations, std::int64_t width) {
+    TORCH_CHECK_VALUE(activations.dim() == 2 && (activations.numel() == 0 || activations.stride(1) == 1),
+                      "dobb::gram_: activations has shape ", activations.sizes(), " and strides ",
+                      activations.strides(), ", expected [tokens, features] with neighbouring features");
+    const auto type = activations.scalar_type();
+    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "dobb::gram_: activations is ",
+                      type, ", expected fp32, bf16 or fp16");
+    TORCH_CHECK_VALUE(width >= 1 && activations.size(1) % width == 0, "dobb::gram_: width is ", width,
+                      ", expected a divisor of the ", activations.size(1), " features of activations");
+    const std::int64_t blocks = activations.size(1) / width;
+    TORCH_CHECK_VALUE(total.scalar_type() == at::kFloat && total.is_contiguous() &&
+                          total.sizes() == at::IntArrayRef({blocks, width, width}),
+                      "dobb::gram_: total is ", total.scalar_type(), " ", total.sizes(), ", expected contiguous fp32 [",
+                      blocks, ", ", width, ", ", width, "]");
+}
+
+// Rows `first_row .. last_row` of one block.
+void add_rows(const cpu::Kernel& kernel, const at::Tensor& activations, std::int64_t block, std::int64_t width,
+              std::int64_t stride, std::int64_t first_row, std::int64_t last_row, float* scratch, float* total) {
+    const bool is_bf16 = activations.scalar_type() == at::kBFloat16;
+    const std::int64_t row_stride = activations.stride(0);
+    for (std::int64_t t = 0; t < activations.size(0); t += kTokensAtATime) {
+        const std::int64_t tokens = std::min(kTokensAtATime, activations.size(0) - t), at = t * row_stride + block * width;
+        if (is_bf16)
+            kernel.widen_bf16(static_cast<const std::uint16_t*>(activations.const_data_ptr()) + at, row_stride, tokens,
+                              width, stride, scratch);
+        else
+            kernel.widen_fp32(static_cast<const float*>(activations.const_data_ptr()) + at, row_stride, tokens, width,
+                              stride, scratch);
+        kernel.add_gram(scratch, tokens, stride, width, first_row, last_row, total);
+    }
+}
+
+void mirror(float* total, std::int64_t width) {
+    constexpr std::int64_t kTile = 16;  // a cache line of columns
+    for (std::int64_t r0 = 0; r0 < width; r0 += kTile)
+        for (std::int64_t c0 = 0; c0 <= r0; c0 += kTile)
+            for (std::int64_t r = r0; r < std::min(r0 + kTile, width); ++r)
+                for (std::int64_t c = c0; c < std::min(c0 + kTile, r); ++c) total[c * width + r] = total[r * width + c];
+}
+
+void gram_cpu(const at::Tensor& total, const at::Tensor& activations, std::int64_t width) {
+    check(total, activations, width);
+    if (activations.numel() == 0) return;
+    if (activations.scalar_type() == at::kHalf) {
+        for (const at::Tensor& chunk : activations.split(4 * kTokensAtATime))
+            gram_cpu(total, chunk.to(at::kFloat), width);
+        return;
+    }
+    const cpu::Kernel& kernel = cpu::kernel_in_use();
+    const std::int64_t unit = kernel.gram_unit, stride = (width + unit - 1) / unit * unit;
+    const std::int64_t blocks = total.size(0), threads = at::get_num_threads();
+    // Fewer blocks than threads: each block's rows are shared out too.
+    const std::int64_t parts = std::min((threads + blocks - 1) / blocks, stride / unit);
+    const std::int64_t rows = (stride / unit + parts - 1) / parts * unit;
+    at::parallel_for(0, blocks * parts, 1, [&](std::int64_t begin, std::int64_t end) {
+        const at::DataPtr scratch = c10::GetCPUAllocator()->allocate(kTokensAtATime * stride * sizeof(float));
+        for (std::int64_t i = begin; i < end; ++i)
+            add_rows(kernel, activations, i / parts, width, stride, i % parts * rows,
+                     std::min((i % parts + 1) * rows, stride), static_cast<float*>(scratch.get()),
+                     total.mutable_data_ptr<float>() + i / parts * width * width);
+    });
+    at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t j = begin; j < end; ++j) mirror(total.mutable_data_ptr<float>() + j * width * width, width);
+    });
+}
+
+void gram_meta(const at::Tensor&, const at::Tensor&, std::int64_t) {}
+
+}  // namespace
+}  // namespace dobb
+
+TORCH_LIBRARY_FRAGMENT(dobb, library) {
+    library.def("gram_(Tensor(a!) total, Tensor activations, int width) -> ()", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(dobb, CPU, library) { library.impl("gram_", dobb::gram_cpu); }
+TORCH_LIBRARY_IMPL(dobb, Meta, library) { library.impl("gram_", dobb::gram_meta); }

@@ -1,0 +1,108 @@
+#include "update.h"
+
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+namespace dobb {
+namespace {
+
+const char* const kSchema =
+    "update(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor[] bases, Tensor(c!)[] copies, "
+    "int[] starts, int[] columns, int width, float[] scales, float decay, float momentum, bool nesterov, "
+    "str precision, str norm) -> Tensor";
+
+bool is_fp32_or_bf16(const at::Tensor& tensor) {
+    return tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16;
+}
+
+void check_flat(const char* name, std::size_t i, const at::Tensor& tensor, const at::Tensor& weight) {
+    TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.numel() == weight.numel() && tensor.is_contiguous(),
+                      "dobb::update: ", name, "[", i, "] has shape ", tensor.sizes(), " and strides ",
+                      tensor.strides(), ", expected a contiguous [", weight.numel(), "], like weights[", i, "]");
+    TORCH_CHECK_VALUE(tensor.device() == weight.device(), "dobb::update: ", name, "[", i, "] is on ", tensor.device(),
+                      ", expected ", weight.device(), ", like weights[", i, "]");
+}
+
+std::int64_t held_blocks(std::int64_t numel, std::int64_t columns, std::int64_t width) {
+    return std::min(numel, columns) / width;
+}
+
+void check_segment(const UpdateArguments& a, std::size_t i) {
+    const at::Tensor &weight = a.weights[i], &basis = a.bases[i];
+    TORCH_CHECK_VALUE(weight.scalar_type() == at::kFloat, "dobb::update: weights[", i, "] is ", weight.scalar_type(),
+                      ", expected fp32 (the master weights)");
+    check_flat("weights", i, weight, weight);
+    TORCH_CHECK_VALUE(weight.device() == a.weights[0].device(), "dobb::update: weights[", i, "] is on ",
+                      weight.device(), ", expected ", a.weights[0].device(), ", like weights[0]");
+    TORCH_CHECK_VALUE(a.columns[i] > 0 && a.columns[i] % a.width == 0, "dobb::update: columns[", i, "] is ",
+                      a.columns[i], ", expected a multiple of the block width ", a.width);
+    TORCH_CHECK_VALUE(a.starts[i] >= 0 && a.starts[i] % a.width == 0 && weight.numel() % a.width == 0,
+                      "dobb::update: segment ", i, " is the range [", a.starts[i], ", ", a.starts[i] + weight.numel(),
+                      "), expected bounds that are multiples of the block width ", a.width);
+    for (const auto& [name, list] : {std::pair{"gradients", a.gradients}, std::pair{"momenta", a.momenta}}) {
+        check_flat(name, i, list[i], weight);
+        TORCH_CHECK_VALUE(is_fp32_or_bf16(list[i]), "dobb::update: ", name, "[", i, "] is ", list[i].scalar_type(),
+                          ", expected fp32 or bf16");
+    }
+    const std::int64_t held = held_blocks(weight.numel(), a.columns[i], a.width);
+    TORCH_CHECK_VALUE(basis.sizes() == at::IntArrayRef({held, a.width, a.width}) && basis.is_contiguous(),
+                      "dobb::update: bases[", i, "] has shape ", basis.sizes(), " and strides ", basis.strides(),
+                      ", expected a contiguous [", held, ", ", a.width, ", ", a.width, "] for the ", held,
+                      " blocks that weights[", i, "] holds");
+    TORCH_CHECK_VALUE(is_fp32_or_bf16(basis), "dobb::update: bases[", i, "] is ", basis.scalar_type(),
+                      ", expected bf16 or fp32");
+    TORCH_CHECK_VALUE(basis.device() == weight.device(), "dobb::update: bases[", i, "] is on ", basis.device(),
+                      ", expected ", weight.device(), ", like weights[", i, "]");
+    if (a.copies.empty() || a.copies[i].numel() == 0) return;
+    check_flat("copies", i, a.copies[i], weight);
+    TORCH_CHECK_VALUE(a.copies[i].scalar_type() == at::kBFloat16, "dobb::update: copies[", i, "] is ",
+                      a.copies[i].scalar_type(), ", expected bf16");
+}
+
+at::Tensor update_meta(at::TensorList weights, at::TensorList gradients, at::TensorList momenta, at::TensorList bases,
+                       at::TensorList copies, at::IntArrayRef starts, at::IntArrayRef columns, std::int64_t width,
+                       at::ArrayRef<double> scales, double decay, double momentum, bool nesterov,
+                       std::string_view precision, std::string_view norm) {
+    const bool known = std::none_of(weights.begin(), weights.end(), [](const at::Tensor& weight) {
+        return weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+    });
+    if (known)
+        check_update({weights, gradients, momenta, bases, copies, starts, columns, width, scales, decay, momentum,
+                      nesterov, true},
+                     precision, norm);
+    return no_bad_coefficients(weights);
+}
+
+}  // namespace
+
+UpdateArguments check_update(UpdateArguments a, std::string_view precision, std::string_view norm) {
+    TORCH_CHECK_VALUE(precision == "exact" || precision == "bf16", "dobb::update: precision is '", precision,
+                      "', expected 'exact' or 'bf16'");
+    TORCH_CHECK_VALUE(norm == "sign", "dobb::update: norm is '", norm, "', expected 'sign'");
+    TORCH_CHECK_VALUE(a.width >= 1, "dobb::update: width is ", a.width, ", expected a block width of at least 1");
+    const std::size_t count = a.weights.size();
+    const auto check_count = [&](const char* name, std::size_t found) {
+        TORCH_CHECK_VALUE(found == count, "dobb::update: ", name, " has ", found, " entries, expected ", count,
+                          ", one for each of weights");
+    };
+    check_count("gradients", a.gradients.size());
+    check_count("momenta", a.momenta.size());
+    check_count("bases", a.bases.size());
+    if (!a.copies.empty()) check_count("copies", a.copies.size());
+    check_count("starts", a.starts.size());
+    check_count("columns", a.columns.size());
+    check_count("scales", a.scales.size());
+    for (std::size_t i = 0; i < count; ++i) check_segment(a, i);
+    a.exact = precision == "exact";
+    return a;
+}
+
+at::Tensor no_bad_coefficients(at::TensorList weights) { return at::zeros({1}, weights[0].options().dtype(at::kLong)); }
+
+}  // namespace dobb
+
+TORCH_LIBRARY_FRAGMENT(dobb, library) { library.def(dobb::kSchema, {at::Tag::pt2_compliant_tag}); }
+
+TORCH_LIBRARY_IMPL(dobb, Meta, library) { library.impl("update", dobb::update_meta); }

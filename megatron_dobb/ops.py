@@ -1,0 +1,198 @@
+"""The one door to the update: the extension's fused kernels where they are there, plain PyTorch elsewhere."""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from . import extension, moment, reference
+from .errors import NonFiniteError, UnsupportedError
+from .reference import Segment
+
+Backend = Literal["auto", "extension", "reference"]
+Precision = Literal["exact", "bf16"]
+BACKENDS = get_args(Backend)
+PRECISIONS = get_args(Precision)
+
+kernels_run: Counter[str] = Counter()
+"""How often each path ran, in segments: the CPU variant's name, `cuda` or `reference`."""
+
+_warned: set[str] = set()
+
+Pending = list[tuple[tuple[str, ...], Tensor]]
+"""Names of weights, and the number of their coefficients that were not finite, still on its device."""
+
+
+def update(
+    segments: Sequence[Segment],
+    gradients: Sequence[Tensor],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    momentum: float,
+    nesterov: bool,
+    update_scale: float,
+    precision: Precision = "exact",
+    backend: Backend = "auto",
+    copies: Sequence[Tensor | None] | None = None,
+) -> Pending:
+    """One step of every segment, in place: `reference.update`, fused where the extension allows.
+
+    Args:
+        segments: what to update.
+        gradients: one `[shard.numel]` tensor for each segment, fp32 or bf16.
+        learning_rate: `lr`.
+        weight_decay: `wd`, decoupled.
+        momentum: `mu`.
+        nesterov: project `mu M + (1 - mu) G` instead of `M`.
+        update_scale: `tau`.
+        precision: `exact` takes the signs from products as good as fp32, `bf16` may round `M` and `Q` to bf16 first,
+            where the device is faster with it.
+        backend: `auto` takes the extension where it has kernels for the tensors, and warns once where it has none.
+        copies: for each segment a bf16 tensor `[shard.numel]` that receives the new weight, or `None`.
+
+    Returns:
+        What `check` must look at before the next step, on devices that run behind the host. Nothing on a CPU.
+
+    Raises:
+        NonFiniteError: if coefficients on a CPU are not finite, which `reference.check_finite` does not rule out:
+            finite gradients can overflow the momentum.
+        UnsupportedError: if `backend` is `extension` and it cannot run.
+    """
+    by_kernel: dict[tuple[torch.device, int], list[int]] = {}
+    plain: list[int] = []
+    for i, segment in enumerate(segments):
+        if segment.weight.numel() == 0:
+            continue
+        if _takes(segment, backend):
+            by_kernel.setdefault((segment.weight.device, segment.shard.width), []).append(i)
+        else:
+            plain.append(i)
+    pending: Pending = []
+    for (device, width), chosen in by_kernel.items():
+        count = torch.ops.dobb.update(
+            [segments[i].weight for i in chosen],
+            [_supported_gradient(gradients[i]) for i in chosen],
+            [segments[i].momentum for i in chosen],
+            [segments[i].basis.contiguous() for i in chosen],
+            [_copy_or_empty(copies[i], device) for i in chosen] if copies is not None else [],
+            [segments[i].shard.start for i in chosen],
+            [segments[i].shard.columns for i in chosen],
+            width,
+            [
+                learning_rate * reference.step_scale(s.rows, s.columns, update_scale)
+                for s in (segments[i] for i in chosen)
+            ],
+            1 - learning_rate * weight_decay,
+            momentum,
+            nesterov,
+            precision,
+            "sign",
+        )
+        kernels_run[_kernel_name(device)] += len(chosen)
+        pending.append((tuple(segments[i].name for i in chosen), count))
+    if plain:
+        kernels_run["reference"] += len(plain)
+        reference.update(
+            [segments[i] for i in plain],
+            [gradients[i] for i in plain],
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            update_scale=update_scale,
+        )
+        for i in plain:
+            target = copies[i] if copies is not None else None
+            if target is not None:
+                target.copy_(segments[i].weight)
+    check([entry for entry in pending if entry[1].device.type == "cpu"])
+    return [entry for entry in pending if entry[1].device.type != "cpu"]
+
+
+def gram_(total: Tensor, activations: Tensor, width: int) -> None:
+    """Add `sum_tokens x_j x_j^T` of every block to `total`, as `moment.gram` computes it.
+
+    Args:
+        total: sums `[n / b, b, b]` in fp32, contiguous, changed in place.
+        activations: `x [..., n]` in any floating dtype; every leading position is a token.
+        width: features in one block, `b`.
+
+    Raises:
+        BlockError: if `width` does not divide `n`.
+    """
+    rows = activations.detach().reshape(-1, activations.shape[-1])
+    supported = rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and width > 0 and not rows.shape[1] % width
+    if rows.device.type == "cpu" and supported and extension.runs_on("cpu"):
+        torch.ops.dobb.gram_(total, rows if rows.stride(1) == 1 else rows.contiguous(), width)
+    else:
+        total += moment.gram(activations, width)
+
+
+def check(pending: Pending) -> None:
+    """Raise if a step left weights that are not finite. Waits for the device.
+
+    Raises:
+        NonFiniteError: names the weights of the first kernel that met such coefficients.
+    """
+    for names, count in pending:
+        number = int(count)
+        if number:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise NonFiniteError(
+                f"{number} coefficients of the momentum were not finite, in {shown}: NaN went into these weights. The "
+                "gradients or the momentum were too large for fp32; continue from a checkpoint, with clipped gradients"
+            )
+
+
+def _takes(segment: Segment, backend: Backend) -> bool:
+    """Whether the extension updates a segment."""
+    if backend == "reference":
+        return False
+    device = segment.weight.device.type
+    if not extension.runs_on(device):
+        reason = extension.why_not(device)
+        if backend == "extension":
+            raise UnsupportedError(
+                f"--dobb-backend extension cannot run on {device}: {reason}. Use --dobb-backend auto or reference; or "
+                f"{extension.HOW_TO_BUILD}"
+            )
+        _warn_once(
+            f"megatron_dobb runs its slower plain PyTorch update on {device}, because the extension is missing: "
+            f"{reason}. To build it, {extension.HOW_TO_BUILD}; --dobb-backend reference silences this"
+        )
+        return False
+    supported = segment.weight.dtype == torch.float32
+    if not supported and backend == "extension":
+        raise UnsupportedError(
+            f"--dobb-backend extension cannot update {segment.name} in {segment.weight.dtype}: it works on fp32 "
+            "weights. Use --dobb-backend auto"
+        )
+    return supported
+
+
+def _step_scale(segment: Segment, update_scale: float) -> float:
+    return reference.step_scale(segment.rows, segment.columns, update_scale)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned and os.environ.get("RANK", "0") == "0":
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+    _warned.add(message)
+
+
+def _supported_gradient(gradient: Tensor) -> Tensor:
+    return gradient if gradient.dtype in (torch.float32, torch.bfloat16) else gradient.float()
+
+
+def _copy_or_empty(copy: Tensor | None, device: torch.device) -> Tensor:
+    return copy if copy is not None else torch.empty(0, dtype=torch.bfloat16, device=device)
+
+
+def _kernel_name(device: torch.device) -> str:
+    module = extension.load().module
+    return module.chosen_cpu_kernel() if device.type == "cpu" and module is not None else device.type

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Run the tests that need no GPU.
+#
+#   tests/run.sh                        installs into .venv (once); formatting, lint, types, then all tests
+#   tests/run.sh tests/unit -k layout   only pytest, with these arguments
+#   tests/run.sh -m gpu                 the tests that need a GPU
+set -euo pipefail
+
+# shellcheck source=../tools/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/../tools/environment.sh"
+
+python=$(find_python)
+prepare_environment "$python" test
+cd "$ROOT"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests run several processes at once, on small matrices
+
+if [ $# -eq 0 ]; then
+    "$VENV_PYTHON" -m ruff check .
+    "$VENV_PYTHON" -m ruff format --check .
+    "$VENV_PYTHON" -m mypy
+fi
+
+# pytest takes the last -m. With one of the caller's own, GPUs stay visible.
+case " $* " in
+*" -m "*) ;;
+*) export CUDA_VISIBLE_DEVICES="" ;;
+esac
+exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"

@@ -1,0 +1,158 @@
+"""A small GPT in Megatron's own DDP and DistributedOptimizer, trained on made-up tokens, for tests.
+
+Call these on every rank, inside `testbed.processes.run`, with `testbed.enable()` done before it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+VOCABULARY, SEQUENCE = 64, 16
+
+
+def initialize(seed: int = 1, **sizes: int) -> None:
+    """Set up Megatron's groups and random numbers.
+
+    Args:
+        seed: seed of the weights, the same on every layout because they are made on the CPU and then split.
+        sizes: as in `initialize_model_parallel`, such as `tensor_model_parallel_size=2`.
+    """
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+
+
+def build(ddp: dict[str, Any] | None = None, **transformer: Any) -> DistributedDataParallel:
+    """A two-layer GPT in fp32 without dropout, wrapped in DDP for the distributed optimizer.
+
+    Args:
+        ddp: changes to the `DistributedDataParallelConfig`, such as `{"bucket_size": 5000}`.
+        transformer: changes to the `TransformerConfig`, such as `hidden_size=64`.
+    """
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "gradient_accumulation_fusion": False,
+    }
+    config = TransformerConfig(**(settings | transformer))
+    config.finalize_model_grads_func = finalize_model_grads
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=False,
+    )
+    ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | (ddp or {})))
+    wrapped = DistributedDataParallel(config, ddp_config, model)
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+def build_optimizer(model: DistributedDataParallel, **settings: Any) -> MegatronOptimizer:
+    """Megatron's optimizer: AdamW unless `settings`, changes to the `OptimizerConfig`, say otherwise.
+
+    `adam_eps` is large: with 1e-8, rounding noise in tiny gradients shows at full size in the weights.
+    """
+    defaults = {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-3, "use_distributed_optimizer": True}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**(defaults | settings)), [model])
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def global_batch(step: int, sequences: int) -> torch.Tensor:
+    """The tokens of one step, the same on every layout: `[sequences, SEQUENCE + 1]`."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(0, VOCABULARY, (sequences, SEQUENCE + 1), generator=generator)
+
+
+def train_step(
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    tokens: torch.Tensor,
+    micro_batch: int = 1,
+) -> float:
+    """One training step on a global batch, through Megatron's own schedule.
+
+    As in Megatron's sampler, micro-batch `i` of all data-parallel ranks together is a run of consecutive sequences.
+
+    Args:
+        model, optimizer: from `build` and `build_optimizer`.
+        tokens: the global batch, `[sequences, SEQUENCE + 1]`.
+        micro_batch: sequences of a rank in one forward pass.
+
+    Returns:
+        The mean loss over this rank's micro-batches, before the step.
+    """
+    ranks = parallel_state.get_data_parallel_world_size()
+    runs = tokens.split(micro_batch)
+    own = runs[parallel_state.get_data_parallel_rank() :: ranks]
+    if len(runs) % ranks or any(len(run) != micro_batch for run in runs):
+        raise ValueError(f"{len(tokens)} sequences do not split over {ranks} ranks x micro-batch {micro_batch}")
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(own),
+        model=[model],
+        num_microbatches=len(own),
+        seq_length=SEQUENCE,
+        micro_batch_size=micro_batch,
+    )
+    succeeded, _, _ = optimizer.step()
+    if not succeeded:
+        raise RuntimeError("the optimizer skipped the step")
+    return float(torch.stack([loss["loss"] for loss in losses]).mean()) if losses else float("nan")
+
+
+def full_parameters(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """The weights by name, with those that tensor parallelism splits put together again.
+
+    Every tensor-parallel rank must call it.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    parameters = {}
+    for name, param in model.module.named_parameters():
+        whole = param.detach().clone()
+        if ranks > 1 and getattr(param, "tensor_model_parallel", False):
+            parts = [torch.empty_like(whole) for _ in range(ranks)]
+            torch.distributed.all_gather(parts, whole, group=group)
+            whole = torch.cat(parts, dim=param.partition_dim)
+        parameters[name] = whole
+    return parameters
+
+
+def _forward_step(runs: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(runs)
+    losses = model(
+        input_ids=tokens[:, :-1],
+        position_ids=torch.arange(SEQUENCE).expand(len(tokens), -1),
+        attention_mask=torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1),
+        labels=tokens[:, 1:],
+    )
+    return losses, _mean_loss
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}

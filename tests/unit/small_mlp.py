@@ -1,0 +1,80 @@
+"""A small model with layers of odd shapes, its data, and the loop that trains it."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+torch.set_num_threads(1)  # for layers this small, more are slower
+
+BATCH, LENGTH = 8, 48
+
+
+class Mlp(nn.Module):
+    """`[batch, length, 24]` through layers of 24, 60 and 32 inputs; recomputes the middle one if told to."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.first = nn.Linear(24, 60)
+        self.norm = nn.LayerNorm(60)
+        self.second = nn.Linear(60, 32, bias=False)
+        self.third = nn.Linear(32, 10)
+        self.recompute = recompute
+
+    def forward(self, x):
+        x = self.norm(self.first(x).sin())
+        if self.recompute is None:
+            return self.third(self.second(x).tanh())
+        x = checkpoint(lambda y: self.second(y).tanh(), x, use_reentrant=self.recompute == "reentrant")
+        return self.third(x)
+
+
+BLOCKS = {"*": 4, "second": 6}
+LAYERS = ("first", "second", "third")
+
+
+def mlp(recompute=None):
+    torch.manual_seed(1)
+    return Mlp(recompute)
+
+
+def batch(step, size=BATCH):
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(size, LENGTH, 24, generator=generator) * torch.linspace(0.5, 1.5, 24)
+
+
+def backward(model, x, micro_batches=1):
+    for part in x.chunk(micro_batches):
+        ((model(part) - part[..., :10].sin()).square().mean() / micro_batches).backward()
+
+
+def train(model, optimizer, steps, micro_batches=1):
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, batch(step), micro_batches)
+        optimizer.step()
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def tensors(optimizer, layer):
+    return optimizer.state_dict()["dobb"]["weights"][f"{layer}.weight"]
+
+
+def assert_same(one, other):
+    """Equal to the last bit, through nested dictionaries and lists."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    else:
+        assert one == other

@@ -1,0 +1,331 @@
+"""The `--dobb-*` flags and the refusals, on the command line of the real Megatron."""
+
+import argparse
+import dataclasses
+import re
+import shlex
+import types
+
+import pytest
+
+import megatron_dobb
+import testbed
+
+testbed.enable(training=True)
+megatron_dobb.install()
+
+from megatron.training import arguments, training, yaml_arguments  # noqa: E402  (imported after the patches)
+
+from megatron_dobb import DobbConfig  # noqa: E402
+from megatron_dobb.config import flag  # noqa: E402
+from megatron_dobb.errors import ConfigError, UnsupportedError  # noqa: E402
+from megatron_dobb.megatron import seam  # noqa: E402
+from megatron_dobb.megatron.arguments import REFUSALS, refuse_unsupported  # noqa: E402
+
+WITHOUT_OPTIMIZER = shlex.split(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 127 --mock-data "
+    "--tokenizer-type NullTokenizer --distributed-backend gloo --transformer-impl local "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm"
+)
+DISTRIBUTED = [*WITHOUT_OPTIMIZER, "--use-distributed-optimizer"]
+DOBB = [*DISTRIBUTED, "--optimizer", "dobb"]
+
+FLAGS = {
+    "blocks": (["4"], 4),
+    "block_width": (["32"], 32),
+    "blocks_for": (["*.linear_fc2=64", "decoder.layers.0.*=2"], {"*.linear_fc2": 64, "decoder.layers.0.*": 2}),
+    "refresh_interval": (["5"], 5),
+    "iterations": (["2"], 2),
+    "momentum": (["0.9"], 0.9),
+    "moment_beta": (["0.8"], 0.8),
+    "nesterov": ([], True),
+    "qr": (["cholesky"], "cholesky"),
+    "capture": (["all"], "all"),
+    "capture_sequences": (["12"], 12),
+    "exclude": (["*.linear_fc1", "*.linear_qkv"], ("*.linear_fc1", "*.linear_qkv")),
+    "update_scale": (["0.3"], 0.3),
+    "moment_dtype": (["bf16"], "bf16"),
+    "basis_dtype": (["fp32"], "fp32"),
+    "backend": (["reference"], "reference"),
+    "precision": (["bf16"], "bf16"),
+}
+"""For each setting, words of a command line and the value that they mean."""
+
+REFUSED = {
+    "with --yaml-cfg": ["--yaml-cfg", "settings.yaml"],
+    "without --use-distributed-optimizer": [],
+    "with --use-megatron-fsdp": ["--use-megatron-fsdp"],
+    "with --use-torch-fsdp2": ["--use-torch-fsdp2"],
+    "with --optimizer-cpu-offload": ["--optimizer-cpu-offload"],
+    "with --use-precision-aware-optimizer": ["--use-precision-aware-optimizer"],
+    "with --fp4-param-gather": ["--fp4-param-gather"],
+    "with --reuse-grad-buf-for-mxfp8-param-ag": ["--reuse-grad-buf-for-mxfp8-param-ag"],
+    "with --overlap-param-gather-with-optimizer-step": ["--overlap-param-gather-with-optimizer-step"],
+    "with --overlap-moe-expert-parallel-comm": ["--overlap-moe-expert-parallel-comm"],
+    "with --tensor-parallel-num-weight-shards above the tensor-parallel size": [
+        "--tensor-parallel-num-weight-shards",
+        "2",
+    ],
+    "with --expert-tensor-parallel-num-weight-shards above the experts' tensor-parallel size": [
+        "--expert-tensor-parallel-num-weight-shards",
+        "2",
+    ],
+    "with --cuda-graph-impl": ["--cuda-graph-impl", "local"],
+    "with --enable-cuda-graph": ["--enable-cuda-graph"],
+    "with --external-cuda-graph": ["--external-cuda-graph"],
+    "with --optimizer-cuda-graph": ["--optimizer-cuda-graph"],
+    "with --use-mup": ["--use-mup"],
+    "with --use-transformer-engine-op-fuser": ["--use-transformer-engine-op-fuser"],
+    "with --ckpt-format other than torch_dist": ["--save", "out", "--ckpt-format", "torch"],
+    "with --save without --no-save-optim": ["--save", "out"],
+    "with --load without --no-load-optim": ["--load", "out"],
+}
+"""For each refusal, words of a command line that call it up."""
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_left_behind():
+    yield
+    seam.configure(None)
+
+
+@pytest.fixture(scope="module")
+def megatrons_parser():
+    return parser()
+
+
+@pytest.fixture
+def parse(monkeypatch, megatrons_parser):
+    """Parse words with Megatron's own `parse_args`, in a world of two ranks.
+
+    It makes its parser of 700 options only once, because that takes it half a second.
+    """
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(arguments, "argparse", types.SimpleNamespace(ArgumentParser=lambda **_: megatrons_parser))
+    monkeypatch.setattr(arguments, "add_megatron_arguments", lambda made: made)
+
+    def parse(words):
+        monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words])
+        return arguments.parse_args()
+
+    return parse
+
+
+@pytest.fixture
+def validate(parse):
+    """Parse words and validate them, as Megatron does before it builds anything."""
+
+    def validate(words):
+        args = parse(words)
+        arguments.validate_args(args)
+        return args
+
+    return validate
+
+
+def parser(add=None):
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    return (add or arguments.add_megatron_arguments)(made)
+
+
+def test_every_setting_has_its_flag_and_every_flag_its_setting(megatrons_parser):
+    ours = [action for action in megatrons_parser._actions if any("dobb" in option for option in action.option_strings)]
+    dests = {action.dest: action.option_strings for action in ours}
+    fields = {field.name for field in dataclasses.fields(DobbConfig)}
+    assert dests == {f"dobb_{name}": [flag(name)] for name in fields}
+    assert fields == FLAGS.keys(), "this file tests every flag"
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_sets_the_setting_of_its_name_and_no_other(validate, name):
+    words, value = FLAGS[name]
+    validate([*DOBB, flag(name), *words])
+    changed = {name: value} if name != "block_width" else {name: value, "blocks": None}
+    assert dataclasses.asdict(seam.active()) == dataclasses.asdict(DobbConfig()) | changed
+
+
+def test_without_flags_the_settings_are_the_defaults(validate):
+    validate(DOBB)
+    assert seam.active() == DobbConfig()
+
+
+def test_optimizer_gains_one_choice_and_nothing_else_changes(megatrons_parser):
+    def options(made):
+        return {
+            option: (action.dest, action.nargs, action.const, action.default, action.choices)
+            for action in made._actions
+            for option in action.option_strings
+            if not option.startswith("--dobb")
+        }
+
+    stock = options(parser(arguments.add_megatron_arguments.__wrapped__))
+    ours = options(megatrons_parser)
+    different = {option for option in ours if repr(ours[option]) != repr(stock.get(option))}
+    assert different == {"--optimizer"}
+    assert ours.keys() == stock.keys()
+    assert ours["--optimizer"][:4] == stock["--optimizer"][:4]
+    assert list(ours["--optimizer"][4]) == [*stock["--optimizer"][4], "dobb"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dobb-qr", "gram-schmidt"], r"--dobb-qr: invalid choice: 'gram-schmidt'.*householder.*cholesky.*eigh"),
+        (["--dobb-capture", "last"], r"--dobb-capture: invalid choice: 'last'.*first.*all"),
+        (["--dobb-moment-dtype", "fp16"], r"--dobb-moment-dtype: invalid choice: 'fp16'.*fp32.*bf16"),
+        (["--dobb-blocks", "many"], r"--dobb-blocks: invalid int value: 'many'"),
+        (["--dobb-block", "4"], r"unrecognized arguments: --dobb-block 4"),
+    ],
+)
+def test_the_parser_refuses_what_it_does_not_know(parse, capsys, words, message):
+    with pytest.raises(SystemExit, match="2"):
+        parse([*DOBB, *words])
+    errors = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, errors), errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dobb-blocks", "0"], r"--dobb-blocks 0 must be a whole number of at least 1"),
+        (["--dobb-blocks", "4", "--dobb-block-width", "32"], r"--dobb-blocks 4 and --dobb-block-width 32 exclude each"),
+        (["--dobb-momentum", "1"], r"--dobb-momentum 1.0 must be at least 0 and below 1"),
+        (["--dobb-capture", "all", "--dobb-capture-sequences", "4"], r"--dobb-capture-sequences 4 has no meaning"),
+        (["--dobb-blocks-for", "*.fc2"], r"--dobb-blocks-for \*\.fc2 is not of the form PATTERN=COUNT, such as"),
+        (["--dobb-blocks-for", "=4"], r"--dobb-blocks-for =4 is not of the form PATTERN=COUNT"),
+        (["--dobb-blocks-for", "*.fc2=4.5"], r"--dobb-blocks-for \*\.fc2=4\.5 is not of the form PATTERN=COUNT"),
+        (["--dobb-blocks-for", "*.fc2=²"], r"is not of the form PATTERN=COUNT"),
+        (["--dobb-blocks-for", "*.fc2=0"], r"--dobb-blocks-for \*\.fc2=0 must be a whole number of at least 1"),
+        (["--dobb-blocks-for", "*.fc2=4", "*.fc2=8"], r"--dobb-blocks-for gives \*\.fc2 both 4 and 8 blocks"),
+    ],
+)
+def test_bad_settings_stop_validation_before_megatron_looks(validate, words, message):
+    with pytest.raises(ConfigError, match=message):
+        validate([*DOBB, *words])
+    assert seam.active() is None
+
+
+def test_bad_settings_do_not_matter_to_another_optimizer(validate):
+    validate([*DISTRIBUTED, "--dobb-blocks", "0"])
+    assert seam.active() is None
+
+
+# Refusals.
+
+
+def settings_file(path):
+    """What Megatron makes of a YAML file; it needs these to be in it."""
+    return types.SimpleNamespace(yaml_cfg=path, optimizer="dobb", disable_msc_deprecated=False, enable_msc=False)
+
+
+def test_every_refusal_has_a_command_line_here():
+    assert [refusal.what for refusal in REFUSALS] == list(REFUSED)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
+def test_a_refused_option_of_megatrons_command_line_stops_validation_with_its_own_message(
+    validate, monkeypatch, refusal
+):
+    monkeypatch.setattr(yaml_arguments, "load_yaml", settings_file)
+    base = WITHOUT_OPTIMIZER if refusal.what.startswith("without") else DISTRIBUTED
+    with pytest.raises(UnsupportedError) as refused:
+        validate([*base, "--optimizer", "dobb", *REFUSED[refusal.what]])
+    message = f"--optimizer dobb does not work {refusal.what}: {refusal.reason}; {refusal.instead}"
+    assert str(refused.value) == message
+    assert seam.active() is None
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
+def test_what_a_refusal_proposes_instead_is_an_option_of_megatron(refusal, megatrons_parser):
+    options = megatrons_parser._option_string_actions
+    named = [word.strip(",;") for text in (refusal.what, refusal.instead) for word in text.split() if word[:2] == "--"]
+    assert all(option in options for option in named), named
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--save", "out", "--no-save-optim"],
+        ["--load", "out", "--no-load-optim"],
+        ["--load", "out", "--finetune"],
+        ["--ckpt-format", "torch"],
+        ["--cuda-graph-impl", "none"],
+        ["--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "2"],
+        ["--overlap-grad-reduce", "--overlap-param-gather"],
+    ],
+)
+def test_what_works_is_not_refused(parse, words):
+    refuse_unsupported(parse([*DOBB, *words]))
+
+
+def test_an_option_that_megatron_itself_switches_on_is_refused_after_validation(validate, monkeypatch):
+    # With the flag unset, the refusal can only come from the second look.
+    stock = seam.refuse_unsupported
+    looks = []
+
+    def look(args):
+        looks.append(1)
+        if len(looks) == 2:
+            args.use_mup = True
+        stock(args)
+
+    monkeypatch.setattr(seam, "refuse_unsupported", look)
+    with pytest.raises(UnsupportedError, match="--use-mup"):
+        validate(DOBB)
+    assert seam.active() is None
+
+
+# The disguise.
+
+
+def test_validation_takes_dobb_for_a_sharded_optimizer_and_gives_its_name_back(validate):
+    args = validate(DOBB)
+    assert args.optimizer == "dobb"
+    assert args.use_distributed_optimizer is True
+    assert args.use_layer_wise_distributed_optimizer is False
+
+
+def test_validation_gives_the_same_arguments_as_with_adam(validate):
+    ours, adams = vars(validate(DOBB)), vars(validate([*DISTRIBUTED, "--optimizer", "adam"]))
+    assert {name for name in ours if ours[name] != adams.get(name)} == {"optimizer"}
+    assert ours.keys() == adams.keys()
+
+
+def test_the_name_is_given_back_when_validation_fails(parse):
+    args = parse([*DOBB, "--max-position-embeddings", "16"])
+    with pytest.raises(AssertionError):
+        arguments.validate_args(args)
+    assert args.optimizer == "dobb"
+    assert seam.active() is None
+
+
+def test_another_optimizer_turns_dobb_off(validate):
+    validate(DOBB)
+    assert seam.active() is not None
+    args = validate([*DISTRIBUTED, "--optimizer", "sgd"])
+    assert args.optimizer == "sgd"
+    assert seam.active() is None
+
+
+def test_the_optimizer_config_is_adams_and_carries_the_settings(validate):
+    args = validate([*DOBB, "--dobb-blocks", "4", "--adam-beta2", "0.97"])
+    config, _ = training.get_megatron_optimizer_config(args)
+    assert args.optimizer == "dobb"
+    assert (config.optimizer, config.adam_beta2, config.use_distributed_optimizer) == ("adam", 0.97, True)
+    assert config.dobb == DobbConfig(blocks=4)
+
+
+def test_the_optimizer_config_of_adam_knows_nothing_of_dobb(validate):
+    config, _ = training.get_megatron_optimizer_config(validate(DISTRIBUTED))
+    assert config.optimizer == "adam"
+    assert not hasattr(config, "dobb")
+
+
+def test_dobb_that_appears_after_validation_is_an_error_and_not_silently_adamw(validate):
+    args = validate(DISTRIBUTED)
+    args.optimizer = "dobb"
+    with pytest.raises(UnsupportedError, match=r"set after Megatron's arguments were validated.*on the command line"):
+        training.get_megatron_optimizer_config(args)

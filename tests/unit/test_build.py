@@ -1,0 +1,127 @@
+"""The plan of the build: what is compiled where, and what is said where something is missing."""
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from build_support import backend, extension
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch):
+    for name in ("MEGATRON_DOBB_NO_EXTENSION", "MEGATRON_DOBB_NO_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX", "MAX_JOBS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def cuda_torch(version="13.0", available=False):
+    cuda = types.SimpleNamespace(
+        is_available=lambda: available, device_count=lambda: 2, get_device_capability=lambda i: (9 + i, 0)
+    )
+    return types.SimpleNamespace(version=types.SimpleNamespace(cuda=version), cuda=cuda)
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """A CUDA toolkit of release 13.0 that can only tell its release, and a source file for it."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    (tmp_path / "csrc" / "cuda").mkdir(parents=True)
+    (tmp_path / "csrc" / "cuda" / "update.cu").touch()
+    monkeypatch.setattr(extension, "ROOT", tmp_path)
+    return types.SimpleNamespace(CUDA_HOME=str(tmp_path))
+
+
+def test_the_extension_of_the_cpu_holds_every_source_of_the_cpu(monkeypatch):
+    monkeypatch.setenv("MEGATRON_DOBB_NO_CUDA", "1")
+    plan = extension.plan()
+    (found,) = plan.extensions
+    assert found.name == "megatron_dobb._C"
+    expected = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"))]
+    assert sorted(found.sources) == sorted(expected)
+    assert "build_ext" in plan.commands
+    assert not plan.notes
+
+
+def test_no_extension_on_request(monkeypatch):
+    monkeypatch.setenv("MEGATRON_DOBB_NO_EXTENSION", "1")
+    assert extension.plan() == extension.Plan(notes=["MEGATRON_DOBB_NO_EXTENSION=1 was set"])
+
+
+def test_a_machine_without_a_compiler_gets_no_extension_and_a_note(monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    plan = extension.plan()
+    assert not plan.extensions
+    assert plan.notes == ["no C++ compiler was found (/nowhere/g++): install g++ or set CXX"]
+
+
+def test_a_build_without_torch_gets_no_extension_and_a_note(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    plan = extension.plan()
+    assert not plan.extensions
+    assert plan.notes[0].startswith("PyTorch was not installed where the package was built")
+
+
+def test_a_failed_compilation_leaves_a_note_and_no_error(capsys):
+    class Broken:
+        extensions = [1]  # noqa: RUF012  (as in distutils)
+
+        def build_extensions(self):
+            raise RuntimeError("Error compiling objects\nmore")
+
+    notes = []
+    command = extension._or_without(Broken, notes)()
+    command.build_extensions()
+    assert command.extensions == []
+    assert notes == ["csrc did not compile: Error compiling objects"]
+    assert "megatron_dobb: csrc did not compile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("torch", "variable", "expected"),
+    [
+        (cuda_torch(), None, "8.0;9.0;10.0"),
+        (cuda_torch(), "9.0a", "9.0a"),
+        (cuda_torch(available=True), None, "9.0;10.0"),
+        (cuda_torch(version=None), None, ""),
+    ],
+)
+def test_cuda_architectures_are_those_asked_for_or_seen(toolkit, monkeypatch, torch, variable, expected):
+    if variable:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", variable)
+    notes = []
+    assert extension._cuda_architectures(torch, toolkit, notes) == expected
+    assert not notes
+
+
+def test_a_toolkit_of_another_release_is_named(toolkit):
+    notes = []
+    assert extension._cuda_architectures(cuda_torch(version="12.8"), toolkit, notes) == ""
+    assert "is of CUDA 13.0, and PyTorch was built with 12.8" in notes[0]
+
+
+def test_a_missing_nvcc_is_named(toolkit):
+    toolkit.CUDA_HOME = None
+    notes = []
+    assert extension._cuda_architectures(cuda_torch(), toolkit, notes) == ""
+    assert notes == ["no CUDA kernels: nvcc was not found; install the CUDA toolkit or set CUDA_HOME"]
+
+
+def test_jobs_are_limited_by_free_memory(monkeypatch):
+    monkeypatch.setattr(extension.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(extension.Path, "read_text", lambda _: "MemAvailable:   10485760 kB\n")
+    assert extension.parallel_jobs() == 4
+
+
+def test_an_isolated_build_finds_the_torch_of_the_environment(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend.sysconfig, "get_path", lambda name: f"/environment/{name}")
+    monkeypatch.setattr(sys, "path", ["/isolated"])
+    backend._use_torch_of_target_environment()
+    assert sys.path == ["/isolated", "/environment/platlib", "/environment/purelib"]

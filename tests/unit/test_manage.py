@@ -1,0 +1,282 @@
+"""Which weights Dobb takes and why not the others, on small models of layers made up here."""
+
+import pytest
+from torch import nn
+
+from megatron_dobb.config import DobbConfig
+from megatron_dobb.errors import BlockError
+from megatron_dobb.megatron import adapters
+from megatron_dobb.megatron.adapters import Adapter, Geometry, find, matrix_of, register
+from megatron_dobb.megatron.manage import NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, global_names, manage
+
+
+class Matrix(nn.Linear):
+    """A layer with an adapter; `column_shards` ranks share its inputs."""
+
+    def __init__(self, inputs=64, outputs=32, column_shards=1):
+        super().__init__(inputs // column_shards, outputs)
+        self.column_shards = column_shards
+
+
+class Odd(Matrix):
+    """A kind of layer that its adapter refuses."""
+
+
+class MatrixAdapter(Adapter):
+    layer = f"{__name__}:Matrix"
+
+    def refusal(self, module):
+        return "odd layers" if isinstance(module, Odd) else None
+
+    def geometry(self, module):
+        shards = module.column_shards
+        return Geometry(module.out_features, module.in_features * shards, shards, False)
+
+
+@pytest.fixture(autouse=True)
+def adapter(monkeypatch):
+    monkeypatch.setattr(adapters, "REGISTRY", list(adapters.REGISTRY))
+    ours = MatrixAdapter()
+    register(ours)
+    return ours
+
+
+def blocks(**settings):
+    return DobbConfig(**({"blocks": 4} | settings))
+
+
+class Block(nn.Module):
+    """A layer of a made-up transformer, with Megatron's `layer_number` counted from 1."""
+
+    def __init__(self, layer_number):
+        super().__init__()
+        self.layer_number = layer_number
+        self.fc1, self.norm, self.fc2 = Matrix(), nn.LayerNorm(32), Matrix(32, 64)
+
+
+class Stage(nn.Module):
+    """One pipeline stage: layers numbered from 0 in its module names."""
+
+    def __init__(self, first_layer, layers=2):
+        super().__init__()
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(Block(first_layer + i) for i in range(layers))
+
+
+class Wrapper(nn.Module):
+    """Like Float16Module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def names(plan):
+    return [weight.name for weight in plan.managed]
+
+
+def parameters_on_adamw(plan):
+    return {reason: number for (reason, what), number in plan.adamw.items() if what == "parameters"}
+
+
+def test_matrices_go_to_dobb_and_everything_else_to_adamw_with_a_reason():
+    model = nn.ModuleDict(
+        {
+            "fc": Matrix(),
+            "odd": Odd(),
+            "plain": nn.Linear(8, 8, bias=False),
+            "embedding": nn.Embedding(10, 8),
+            "norm": nn.LayerNorm(8),
+            "conv": nn.Conv1d(4, 4, 3, bias=False),
+        }
+    )
+    model.register_parameter("gate", nn.Parameter(model["plain"].weight.detach().clone()))
+    plan = manage(model, blocks())
+    assert names(plan) == ["fc.weight"]
+    assert parameters_on_adamw(plan) == {
+        "odd layers": 1,
+        "no adapter for Linear": 1,
+        "no adapter for Embedding": 1,
+        "not a matrix (norms, biases)": 5,
+        "2-D, but no layer's weight": 1,
+    }
+    assert plan.adamw["odd layers", "elements"] == 64 * 32
+    managed = sum(weight.parameter.numel() for weight in plan.managed)
+    elements = sum(number for (_, what), number in plan.adamw.items() if what == "elements")
+    assert managed + elements == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("mark", ["is_embedding_or_output_parameter", "shared_embedding"])
+def test_embeddings_and_output_layers_go_to_adamw_though_their_layer_has_an_adapter(mark):
+    model = nn.ModuleDict({"output_layer": Matrix(), "fc": Matrix()})
+    setattr(model["output_layer"].weight, mark, True)
+    plan = manage(model, blocks())
+    assert names(plan) == ["fc.weight"]
+    assert plan.adamw["embedding or output layer", "parameters"] == 1
+
+
+@pytest.mark.parametrize("order", [("embedding", "fc"), ("fc", "embedding")])
+def test_a_weight_shared_with_a_layer_that_shows_no_input_goes_to_adamw(order):
+    layers = {"embedding": nn.Embedding(32, 64), "fc": Matrix()}
+    layers["fc"].weight = layers["embedding"].weight
+    plan = manage(nn.ModuleDict({name: layers[name] for name in order}), blocks())
+    assert names(plan) == []
+    assert plan.adamw["no adapter for Embedding", "parameters"] == 1
+    assert not hasattr(layers["fc"].weight, WIDTH_ATTRIBUTE)
+
+
+def test_a_weight_that_two_managed_layers_share_is_one_weight_seen_in_two_places():
+    model = nn.ModuleDict({"a": Matrix(), "b": Matrix()})
+    model["b"].weight = model["a"].weight
+    plan = manage(model, blocks())
+    assert names(plan) == ["a.weight", "a.weight"]
+    assert [weight.module for weight in plan.managed] == [model["a"], model["b"]]
+
+
+def test_frozen_weights_are_left_out():
+    model = nn.ModuleDict({"a": Matrix(), "b": Matrix()})
+    model["a"].weight.requires_grad_(False)
+    plan = manage(model, blocks())
+    assert names(plan) == ["b.weight"]
+    assert sum(parameters_on_adamw(plan).values()) == 2  # the two biases
+
+
+def test_weights_are_tagged_with_their_width_and_name():
+    stage = Stage(1, layers=1)
+    manage(stage, blocks(blocks_for={"*.fc2": 2}))
+    layer = stage.decoder.layers[0]
+    assert getattr(layer.fc1.weight, WIDTH_ATTRIBUTE) == 64 // 4
+    assert getattr(layer.fc2.weight, WIDTH_ATTRIBUTE) == 32 // 2
+    assert getattr(layer.fc2.weight, NAME_ATTRIBUTE) == "decoder.layers.0.fc2.weight"
+    assert not any(hasattr(p, WIDTH_ATTRIBUTE) for p in (layer.fc1.bias, *layer.norm.parameters()))
+
+
+def test_wrapping_a_model_again_with_other_settings_tags_it_afresh():
+    stage = Stage(1, layers=1)
+    manage(stage, blocks())
+    manage(stage, blocks(exclude=("*.fc1",), blocks_for={"*.fc2": 2}))
+    layer = stage.decoder.layers[0]
+    assert not hasattr(layer.fc1.weight, WIDTH_ATTRIBUTE)
+    assert not hasattr(layer.fc1.weight, NAME_ATTRIBUTE)
+    assert getattr(layer.fc2.weight, WIDTH_ATTRIBUTE) == 16
+
+
+def test_excluded_weights_go_to_adamw_and_their_patterns_count_as_used():
+    plan = manage(Stage(1), blocks(exclude=("*.fc1", "*.attention"), blocks_for={"*.layers.1.fc2": 2}))
+    assert names(plan) == ["decoder.layers.0.fc2.weight", "decoder.layers.1.fc2.weight"]
+    assert [weight.width for weight in plan.managed] == [32 // 4, 32 // 2]
+    assert plan.adamw["excluded by --dobb-exclude", "parameters"] == 2
+    assert plan.patterns_used == {"*.fc1", "*.layers.1.fc2"}
+
+
+def test_a_pattern_that_names_only_an_embedding_is_not_used():
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 8), "fc": Matrix()})
+    assert manage(model, blocks(exclude=("embedding",))).patterns_used == set()
+
+
+def test_blocks_that_do_not_fit_are_an_error_that_names_the_weight_and_what_works():
+    with pytest.raises(
+        BlockError, match=r"decoder\.layers\.2\.fc1\.weight: --dobb-blocks 5 does not divide its 64 .*4"
+    ):
+        manage(Stage(3), blocks(blocks=5))
+
+
+def test_blocks_count_over_all_tensor_parallel_ranks():
+    plan = manage(nn.ModuleDict({"fc": Matrix(64, column_shards=2)}), blocks())
+    (weight,) = plan.managed
+    assert (weight.geometry.columns, weight.local_columns, weight.width) == (64, 32, 16)
+
+
+def test_a_block_may_not_span_two_tensor_parallel_ranks():
+    with pytest.raises(BlockError, match=r"fc\.weight: --dobb-blocks 2 .*4 tensor-parallel ranks.*use one of 4"):
+        manage(nn.ModuleDict({"fc": Matrix(64, column_shards=4)}), blocks(blocks=2))
+
+
+# Names.
+
+
+@pytest.mark.parametrize("wrappers", [0, 1, 2])
+def test_layers_are_numbered_over_all_pipeline_stages(wrappers):
+    stage = Stage(first_layer=5)
+    for _ in range(wrappers):
+        stage = Wrapper(stage)
+    assert names(manage(stage, blocks())) == [
+        f"decoder.layers.{layer}.{fc}.weight" for layer in (4, 5) for fc in ("fc1", "fc2")
+    ]
+
+
+def test_virtual_stages_together_name_every_layer_once():
+    chunks = [Wrapper(Stage(first, layers=1)) for first in (1, 3, 2, 4)]
+    found = [name for chunk in chunks for name in names(manage(chunk, blocks()))]
+    assert len(set(found)) == len(found) == 8
+
+
+def test_a_layer_without_a_number_keeps_its_place():
+    stage = Stage(1)
+    for layer in stage.decoder.layers:
+        del layer.layer_number
+    assert "decoder.layers.1.fc1" in global_names(stage).values()
+
+
+def test_experts_inside_a_layer_keep_their_own_numbers():
+    stage = Stage(first_layer=7, layers=1)
+    stage.decoder.layers[0].experts = nn.ModuleList([Matrix(), Matrix()])
+    assert global_names(stage)["decoder.layers.0.experts.1"] == "decoder.layers.6.experts.1"
+
+
+def test_a_model_that_is_one_layer_has_a_name():
+    assert names(manage(Matrix(), blocks())) == ["weight"]
+
+
+# The registry.
+
+
+def test_the_adapter_registered_last_serves_a_layer_and_its_subclasses(adapter):
+    assert find(Matrix()) is adapter
+    assert find(Odd()) is adapter
+
+    class Special(MatrixAdapter):
+        layer = f"{__name__}:Odd"
+
+    special = Special()
+    register(special)
+    assert find(Odd()) is special
+    assert find(Matrix()) is adapter
+
+
+def test_an_adapter_for_a_package_that_is_not_there_does_no_harm(adapter):
+    class Absent(MatrixAdapter):
+        layer = "no_such_package.layers:Linear"
+
+    register(Absent())
+    assert Absent().layer_class() is None
+    assert find(Matrix()) is adapter
+    assert find(nn.Linear(2, 2)) is None
+
+
+def test_a_user_can_put_plain_linear_layers_on_dobb():
+    class PlainLinear(Adapter):
+        layer = "torch.nn.modules.linear:Linear"
+
+        def geometry(self, module):
+            return Geometry(module.out_features, module.in_features, 1, False)
+
+        def activation(self, module, args, kwargs):
+            return args[0] if args else kwargs["input"]
+
+    model = nn.ModuleDict({"fc": nn.Linear(64, 8)})
+    assert names(manage(model, blocks())) == []
+    register(PlainLinear())
+    (weight,) = manage(model, blocks()).managed
+    assert (weight.name, weight.geometry.rows, weight.width) == ("fc.weight", 8, 16)
+
+
+def test_matrix_of_sees_only_a_modules_own_trainable_matrix():
+    assert matrix_of(nn.Linear(2, 2)) is not None
+    assert matrix_of(nn.LayerNorm(2)) is None
+    assert matrix_of(nn.Conv1d(2, 2, 1)) is None
+    assert matrix_of(nn.Sequential(nn.Linear(2, 2))) is None
+    assert matrix_of(nn.Linear(2, 2).requires_grad_(False)) is None
+    without = nn.Linear(2, 2)
+    without.weight = None
+    assert matrix_of(without) is None

@@ -1,0 +1,501 @@
+"""The fused update against float64, on every CPU kernel that this processor runs."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dobb import extension, moment, ops, reference
+from megatron_dobb.blocks import Shard
+from megatron_dobb.errors import BlockError, NonFiniteError, UnsupportedError
+from megatron_dobb.reference import Segment
+
+_C = extension.load().module
+needs_extension = pytest.mark.skipif(_C is None, reason=f"no extension: {extension.load().reason}")
+KERNELS = _C.supported_cpu_kernels() if _C is not None else []
+WIDTHS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 40, 48, 64, 65, 100, 128, 176]
+SETTINGS = {"learning_rate": 0.03, "weight_decay": 0.1, "momentum": 0.95, "nesterov": False, "update_scale": 0.2}
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def _first_kernel_afterwards():
+    yield
+    if _C is not None:
+        _C.choose_cpu_kernel(KERNELS[0])
+
+
+@dataclasses.dataclass
+class Case:
+    segments: list[Segment]
+    gradients: list[torch.Tensor]
+
+
+def misaligned(values, dtype, by):
+    """A contiguous copy that begins `by` elements after an aligned address."""
+    memory = torch.empty(values.numel() + by, dtype=dtype)
+    memory[by:] = values.flatten()
+    return memory[by:]
+
+
+def segment(shard, *, seed, dtypes=(torch.float32,) * 3, by=0, rows=None):
+    """A random segment and its gradient; `dtypes` are those of gradient, momentum and basis."""
+    generator = torch.Generator().manual_seed(seed)
+    gradient_dtype, momentum_dtype, basis_dtype = dtypes
+    held, width = len(shard.held_blocks()), shard.width
+    rows = rows or max(1, -(-shard.end // shard.columns))
+    weight, momentum, gradient = torch.randn(3, shard.numel, generator=generator)
+    basis = torch.linalg.qr(torch.randn(held, width, width, generator=generator)).Q.contiguous()
+    made = Segment(
+        f"weight{seed}",
+        shard,
+        rows,
+        shard.columns,
+        misaligned(weight, torch.float32, by),
+        misaligned(momentum, momentum_dtype, by),
+        misaligned(basis, basis_dtype, by).view(held, width, width),
+    )
+    return made, misaligned(gradient, gradient_dtype, by)
+
+
+def copied(case):
+    segments = [
+        dataclasses.replace(s, weight=s.weight.clone(), momentum=s.momentum.clone(), basis=s.basis.clone())
+        for s in case.segments
+    ]
+    return Case(segments, case.gradients)
+
+
+@st.composite
+def shards(draw):
+    """Ranges of whole blocks: anywhere in a weight, of any length down to nothing."""
+    width, blocks, rows = draw(st.sampled_from(WIDTHS)), draw(st.integers(1, 6)), draw(st.integers(1, 40))
+    total = rows * blocks
+    first = draw(st.integers(0, total))
+    last = draw(st.one_of(st.just(min(first + 1, total)), st.just(total), st.integers(first, total)))
+    return Shard(first * width, last * width, blocks * width, width)
+
+
+@st.composite
+def cases(draw):
+    made = [
+        segment(
+            draw(shards()),
+            seed=draw(st.integers(0, 2**31)),
+            dtypes=draw(st.tuples(DTYPES, DTYPES, DTYPES)),
+            by=draw(st.integers(0, 3)),
+        )
+        for _ in range(draw(st.integers(0, 4)))
+    ]
+    return Case([s for s, _ in made], [g for _, g in made])
+
+
+def in_float64(old, gradient, options):
+    """Momentum, coefficients, rounding bounds of these, and the function from signs to weights, all in float64."""
+    mu = options["momentum"]
+    momentum, g = old.momentum.double(), gradient.double()
+    momentum = mu * momentum + (1 - mu) * g
+    source = mu * momentum + (1 - mu) * g if options["nesterov"] else momentum
+    coefficients, bounds = torch.zeros_like(source), torch.zeros_like(source)
+    basis, held = old.basis.double(), old.shard.held_blocks()
+    pieces = [(p, basis[held.index(p.first_block) :][: p.blocks]) for p in old.shard.pieces()]
+    for piece, q in pieces:
+        place = (piece.offset, piece.rows, piece.blocks)
+        old.rectangle(coefficients, *place).copy_(reference.project(old.rectangle(source, *place), q))
+        size = reference.project(old.rectangle(source, *place).abs() + 1, q.abs())
+        old.rectangle(bounds, *place).copy_(size * (old.shard.width + 8) * 2.0**-23)
+
+    def weights(signs):
+        scale = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
+        new = old.weight.double() * (1 - options["learning_rate"] * options["weight_decay"])
+        for piece, q in pieces:
+            place = (piece.offset, piece.rows, piece.blocks)
+            old.rectangle(new, *place).sub_(scale * reference.reconstruct(old.rectangle(signs, *place), q))
+        return new
+
+    return momentum, coefficients, bounds, weights
+
+
+def signs_of(old, new, options):
+    """The signs that the new weight was built from, by projecting the step on the basis. In float64."""
+    scale = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
+    kept = old.weight.double() * (1 - options["learning_rate"] * options["weight_decay"])
+    direction = (kept - new.double()) / scale
+    basis, held = old.basis.double(), old.shard.held_blocks()
+    signs = torch.zeros_like(direction)
+    for piece in old.shard.pieces():
+        place = (piece.offset, piece.rows, piece.blocks)
+        q = basis[held.index(piece.first_block) :][: piece.blocks]
+        projected = torch.linalg.solve(q[None], old.rectangle(direction, *place).unsqueeze(-1)).squeeze(-1)
+        old.rectangle(signs, *place).copy_(projected)
+    # S Q^T solved for S with Q S^T = direction^T: rows of S are solutions, since O_r = Q s_r.
+    return signs
+
+
+def check_against_float64(before, after, options):
+    for old, new, gradient in zip(before.segments, after.segments, before.gradients, strict=True):
+        momentum, coefficients, bounds, weights = in_float64(old, gradient, options)
+        tolerance = 1e-6 if new.momentum.dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(new.momentum.double(), momentum, rtol=tolerance, atol=tolerance)
+        found = signs_of(old, new.weight, options)
+        signs = found.round()
+        assert (found - signs).abs().max().item() < 0.1 if found.numel() else True
+        assert (signs.abs() <= 1).all()
+        sure = coefficients.abs() > bounds
+        assert torch.equal(signs[sure], coefficients.sign()[sure])
+        expected = weights(signs)
+        step = (expected - old.weight.double()).norm()
+        assert (new.weight.double() - expected).norm() <= 1e-5 * step + 2**-23 * old.weight.double().norm()
+
+
+@needs_extension
+@pytest.mark.parametrize("kernel", KERNELS)
+@settings(max_examples=200, deadline=None)
+@given(case=cases(), nesterov=st.booleans(), learning_rate=st.sampled_from([0.5, 0.03]))
+def test_signs_momentum_and_update_agree_with_float64(kernel, case, nesterov, learning_rate):
+    _C.choose_cpu_kernel(kernel)
+    options = SETTINGS | {"nesterov": nesterov, "learning_rate": learning_rate}
+    after = copied(case)
+    ops.update(after.segments, after.gradients, **options, backend="extension")
+    check_against_float64(case, after, options)
+
+
+@needs_extension
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("width", [48, 100, 192, 400, 512])
+@pytest.mark.parametrize("precision", ["exact", "bf16"])
+def test_ordinary_widths_with_many_rows_agree_with_float64(kernel, width, precision):
+    _C.choose_cpu_kernel(kernel)
+    made, gradient = segment(Shard(0, 300 * 2 * width, 2 * width, width), seed=width, by=1)
+    case = Case([made], [gradient])
+    after = copied(case)
+    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension", precision=precision)
+    check_against_float64(case, after, SETTINGS)
+
+
+@needs_extension
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("blocks", range(1, 14))
+def test_every_wrap_around_a_row_end_uses_the_right_basis(start, blocks):
+    width = 8
+    made, gradient = segment(Shard(start * width, (start + blocks) * width, 6 * width, width), seed=blocks)
+    case = Case([made], [gradient])
+    after = copied(case)
+    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+    check_against_float64(case, after, SETTINGS)
+
+
+@needs_extension
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ten_thousand_segments_of_several_widths_go_in_one_call(kernel):
+    _C.choose_cpu_kernel(kernel)
+    made = [segment(Shard(0, 4 * width, 2 * width, width), seed=i) for i in range(2500) for width in (1, 3, 8, 20)]
+    case = Case([s for s, _ in made], [g for _, g in made])
+    after, expected = copied(case), copied(case)
+    ops.kernels_run.clear()
+    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+    assert ops.kernels_run == {kernel: 10_000}
+    reference.update(expected.segments, expected.gradients, **SETTINGS)
+    flips = 0
+    for ours, theirs in zip(after.segments, expected.segments, strict=True):
+        flips += not torch.allclose(ours.weight, theirs.weight, atol=1e-5)
+    assert flips < 10
+
+
+@needs_extension
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fewer_than_one_sign_in_100_000_differs_from_float64_on_realistic_momenta(kernel):
+    _C.choose_cpu_kernel(kernel)
+    width, rows, blocks = 48, 1500, 8
+    made, gradient = segment(Shard(0, rows * blocks * width, blocks * width, width), seed=1)
+    scales = torch.logspace(0, -4, blocks * width)[torch.randperm(blocks * width)]
+    made.momentum.view(rows, -1).mul_(scales)
+    gradient.view(rows, -1).mul_(scales)
+    made.weight.zero_()
+    case = Case([made], [gradient])
+    after = copied(case)
+    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+    _, coefficients, _, _ = in_float64(made, gradient, SETTINGS)
+    signs = signs_of(made, after.segments[0].weight, SETTINGS).round()
+    assert (signs != coefficients.sign()).double().mean() < 1e-5
+
+
+@needs_extension
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("width", [5, 16, 48])
+def test_a_zero_coefficient_moves_nothing(kernel, width):
+    """A zero row stays, and so does a feature without activations, whose basis vector is its own."""
+    _C.choose_cpu_kernel(kernel)
+    made, gradient = segment(Shard(0, 20 * 2 * width, 2 * width, width), seed=3)
+    dead = 3
+    made.basis[0, dead, :] = made.basis[0, :, dead] = 0
+    made.basis[0, dead, dead] = 1
+    for tensor in (made.momentum, gradient):
+        grid = tensor.view(20, 2 * width)
+        grid[:, dead] = 0
+        grid[7] = 0
+    before = made.weight.clone()
+    ops.update([made], [gradient], **(SETTINGS | {"weight_decay": 0.0}), backend="extension")
+    old, new = before.view(20, -1), made.weight.view(20, -1)
+    assert torch.equal(new[7], old[7])
+    assert torch.equal(new[:, dead], old[:, dead])
+    assert (new[:7, dead + 1 :] != old[:7, dead + 1 :]).any(dim=0).all()
+
+
+@needs_extension
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_coefficient_that_is_not_finite_is_counted_raised_and_leaves_nan(kernel, value):
+    _C.choose_cpu_kernel(kernel)
+    width = 12
+    made, gradient = segment(Shard(0, 30 * 3 * width, 3 * width, width), seed=4)
+    gradient.view(30, 3, width)[11, 1, 5] = value
+    with pytest.raises(
+        NonFiniteError, match=rf"^{width} coefficients of the momentum were not.* in weight4: NaN"
+    ):
+        ops.update([made], [gradient], **SETTINGS, backend="extension")
+    finite = made.weight.isfinite().view(30, 3, width)
+    assert not finite[11, 1].any()
+    assert finite.sum() == made.weight.numel() - width
+
+
+@needs_extension
+@pytest.mark.parametrize("width", [3, 16, 20])
+def test_copies_receive_the_rounded_weights(width):
+    made = [segment(Shard(0, 9 * width, 3 * width, width), seed=i) for i in range(3)]
+    copies = [torch.zeros(9 * width, dtype=torch.bfloat16), None, torch.zeros(9 * width, dtype=torch.bfloat16)]
+    segments = [s for s, _ in made]
+    ops.update(segments, [g for _, g in made], **SETTINGS, backend="extension", copies=copies)
+    for i in (0, 2):
+        assert torch.equal(copies[i], segments[i].weight.bfloat16())
+
+
+@needs_extension
+def test_the_result_does_not_depend_on_the_number_of_threads():
+    made, gradient = segment(Shard(48, 700 * 96, 96, 48), seed=5)
+    case, results = Case([made], [gradient]), []
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            after = copied(case)
+            ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+            results.append(after.segments[0].weight)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+# The op.
+
+
+def arguments(**changes):
+    width = 8
+    made, gradient = segment(Shard(0, 6 * width, 2 * width, width), seed=6)
+    values = {
+        "weights": [made.weight],
+        "gradients": [gradient],
+        "momenta": [made.momentum],
+        "bases": [made.basis],
+        "copies": [],
+        "starts": [0],
+        "columns": [2 * width],
+        "width": width,
+        "scales": [0.1],
+        "decay": 0.99,
+        "momentum": 0.95,
+        "nesterov": False,
+        "precision": "exact",
+        "norm": "sign",
+    }
+    return tuple((values | changes).values())
+
+
+@needs_extension
+def test_the_op_obeys_the_rules_of_the_dispatcher():
+    torch.library.opcheck(torch.ops.dobb.update.default, arguments())
+
+
+@needs_extension
+def test_a_compiled_function_gives_the_same_as_the_plain_one():
+    rest = arguments()[4:]
+
+    def step(weight, gradient, momentum, basis):
+        return torch.ops.dobb.update([weight], [gradient], [momentum], [basis], *rest)
+
+    weights, gradients, momenta, bases = (values[0] for values in arguments()[:4])
+    plain = [weights.clone(), gradients, momenta.clone(), bases]
+    compiled = [weights.clone(), gradients, momenta.clone(), bases]
+    assert torch.equal(step(*plain), torch.compile(step, backend="aot_eager", fullgraph=True)(*compiled))
+    assert torch.equal(plain[0], compiled[0])
+    assert torch.equal(plain[2], compiled[2])
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradients": [torch.zeros(40)]}, r"gradients\[0\] has shape \[40\].*expected a contiguous \[48\]"),
+        ({"gradients": []}, r"gradients has 0 entries, expected 1, one for each of weights"),
+        ({"weights": [torch.zeros(48).double()]}, r"weights\[0\] is Double, expected fp32"),
+        ({"momenta": [torch.zeros(48).half()]}, r"momenta\[0\] is Half, expected fp32 or bf16"),
+        ({"momenta": [torch.zeros(96)[::2]]}, r"momenta\[0\] has shape \[48\] and strides \[2\]"),
+        ({"bases": [torch.zeros(3, 8, 8)]}, r"bases\[0\] has shape \[3, 8, 8\].*\[2, 8, 8\] for the 2 blocks"),
+        ({"bases": [torch.zeros(2, 8, 8, dtype=torch.half)]}, r"bases\[0\] is Half, expected bf16 or fp32"),
+        ({"starts": [4]}, r"segment 0 is the range \[4, 52\), expected bounds that are multiples of .* 8"),
+        ({"columns": [12]}, r"columns\[0\] is 12, expected a multiple of the block width 8"),
+        ({"width": 0}, r"width is 0, expected a block width of at least 1"),
+        ({"copies": [torch.zeros(48)]}, r"copies\[0\] is Float, expected bf16"),
+        ({"precision": "fp8"}, r"precision is 'fp8', expected 'exact' or 'bf16'"),
+        ({"norm": "l1"}, r"norm is 'l1', expected 'sign'"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_was_expected(changes, message):
+    with pytest.raises(ValueError, match="dobb::update: " + message):
+        torch.ops.dobb.update(*arguments(**changes))
+
+
+# The sums of the second moments.
+
+
+@needs_extension
+@pytest.mark.parametrize("kernel", KERNELS)
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.sampled_from(WIDTHS),
+    blocks=st.integers(1, 3),
+    tokens=st.sampled_from([0, 1, 3, 255, 256, 700]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    skipped=st.integers(0, 3),
+)
+def test_gram_adds_the_sums_that_float64_gives(kernel, width, blocks, tokens, dtype, skipped):
+    _C.choose_cpu_kernel(kernel)
+    x = torch.randn(tokens, blocks * width + skipped)[:, skipped:].to(dtype)
+    before = torch.randn(blocks, width, width)
+    before = before + before.mT
+    total = before.clone()
+    torch.ops.dobb.gram_(total, x, width)
+    by_block = x.double().view(tokens, blocks, width).transpose(0, 1)
+    torch.testing.assert_close(total.double(), before.double() + by_block.mT @ by_block, rtol=1e-5, atol=1e-4)
+    assert torch.equal(total, total.mT)
+
+
+@needs_extension
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_gram_shares_out_the_rows_of_few_blocks(threads):
+    x, number = torch.randn(300, 400), torch.get_num_threads()
+    total = torch.zeros(1, 400, 400)
+    try:
+        torch.set_num_threads(threads)
+        torch.ops.dobb.gram_(total, x, 400)
+    finally:
+        torch.set_num_threads(number)
+    torch.testing.assert_close(total[0].double(), x.double().T @ x.double(), rtol=1e-5, atol=1e-4)
+
+
+@needs_extension
+def test_gram_obeys_the_rules_of_the_dispatcher():
+    torch.library.opcheck(torch.ops.dobb.gram_.default, (torch.zeros(2, 3, 3), torch.randn(5, 6), 3))
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("total", "activations", "width", "message"),
+    [
+        (torch.zeros(2, 3, 3), torch.zeros(5, 7), 3, r"width is 3, expected a divisor of the 7 features"),
+        (torch.zeros(3, 3, 3), torch.zeros(5, 6), 3, r"total is Float \[3, 3, 3\], expected contiguous fp32 \[2, 3, 3\]"),
+        (torch.zeros(2, 3, 3), torch.zeros(6, 5).T, 3, r"activations has shape \[5, 6\] and strides \[1, 5\]"),
+        (torch.zeros(2, 3, 3), torch.zeros(5, 6).double(), 3, r"activations is Double, expected fp32, bf16 or fp16"),
+    ],
+)
+def test_gram_names_a_wrong_argument(total, activations, width, message):
+    with pytest.raises(ValueError, match="dobb::gram_: " + message):
+        torch.ops.dobb.gram_(total, activations, width)
+
+
+# The choice of a path.
+
+
+def without_extension(monkeypatch):
+    monkeypatch.setattr(extension, "load", lambda: extension.Loaded(None, "it was not built"))
+    monkeypatch.setattr(ops, "_warned", set())
+
+
+def test_a_missing_extension_is_one_warning_and_the_reference(monkeypatch, recwarn):
+    without_extension(monkeypatch)
+    made, gradient = segment(Shard(0, 48, 16, 8), seed=7)
+    case = Case([made], [gradient])
+    ours, theirs = copied(case), copied(case)
+    for _ in range(2):
+        ops.update(ours.segments, ours.gradients, **SETTINGS)
+        reference.update(theirs.segments, theirs.gradients, **SETTINGS)
+    assert torch.equal(ours.segments[0].weight, theirs.segments[0].weight)
+    messages = [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
+    assert len(messages) == 1
+    assert "because the extension is missing: it was not built. To build it, with PyTorch and a C++" in messages[0]
+
+
+def test_asking_for_a_missing_extension_is_an_error(monkeypatch):
+    without_extension(monkeypatch)
+    made, gradient = segment(Shard(0, 48, 16, 8), seed=8)
+    before = made.momentum.clone()
+    with pytest.raises(UnsupportedError, match=r"--dobb-backend extension cannot run on cpu: it was not built\. Use"):
+        ops.update([made], [gradient], **SETTINGS, backend="extension")
+    assert torch.equal(made.momentum, before)
+
+
+def test_the_reference_on_request_neither_warns_nor_runs_a_kernel(monkeypatch, recwarn):
+    without_extension(monkeypatch)
+    made, gradient = segment(Shard(0, 48, 16, 8), seed=9)
+    ops.kernels_run.clear()
+    ops.update([made], [gradient], **SETTINGS, backend="reference")
+    assert ops.kernels_run == {"reference": 1}
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
+
+
+@needs_extension
+def test_float64_weights_take_the_reference_unless_the_extension_was_asked_for():
+    made, gradient = segment(Shard(0, 48, 16, 8), seed=10)
+    made = dataclasses.replace(made, weight=made.weight.double())
+    ops.kernels_run.clear()
+    ops.update([made], [gradient], **SETTINGS)
+    assert ops.kernels_run == {"reference": 1}
+    with pytest.raises(UnsupportedError, match=r"cannot update weight10 in torch\.float64: it works on fp32"):
+        ops.update([made], [gradient], **SETTINGS, backend="extension")
+
+
+def test_nothing_to_do_is_no_call(monkeypatch):
+    ops.update([], [], **SETTINGS)
+    made, gradient = segment(Shard(16, 16, 16, 8), seed=11)
+    ops.kernels_run.clear()
+    assert ops.update([made], [gradient], **SETTINGS) == []
+    assert not ops.kernels_run
+
+
+def test_build_info_says_what_runs():
+    found = subprocess.run(
+        [sys.executable, "-c", "import megatron_dobb; print(megatron_dobb.build_info())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    info = extension.build_info()
+    assert found.strip() == str(info)
+    assert info.extension == (_C is not None)
+    assert info.cpu == (KERNELS[0] if KERNELS else "reference")
+    assert bool(info.reason) != info.extension
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gram_takes_any_leading_shape_and_dtype(dtype):
+    x, total = torch.randn(3, 5, 12).to(dtype), torch.ones(3, 4, 4)
+    ops.gram_(total, x, 4)
+    torch.testing.assert_close(total, 1 + moment.gram(x, 4), rtol=1e-5, atol=1e-5)
+    with pytest.raises(BlockError, match="block width 5 does not divide the 12 features"):
+        ops.gram_(total, x, 5)
