@@ -16,15 +16,15 @@ from corpus import VOCABULARY, Corpus
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("pretrain_gpt_cpu.py")
 PROCESSES = 2
-SEQUENCE = 128
+SEQUENCE = 64
 SEQUENCES_PER_STEP = 16
 VALIDATION_STEPS = 24
 """Batches in each evaluation. All trainings evaluate on the same ones."""
 
 MODEL = [
-    *("--num-layers", "3", "--hidden-size", "128", "--num-attention-heads", "4", "--disable-bias-linear"),
+    *("--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4"),
     *("--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)),
-    *("--attention-dropout", "0", "--hidden-dropout", "0", "--untie-embeddings-and-output-weights"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
 ]
 TOKENIZER = [
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), "--make-vocab-size-divisible-by", "32"),

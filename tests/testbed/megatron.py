@@ -6,6 +6,7 @@ import functools
 import queue
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,8 @@ def _import_uncompiled() -> None:
         import torch._dynamo
 
         torch._dynamo.config.disable = True
-    with _compile_does_nothing():
+    with _compile_does_nothing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that Transformer Engine and Apex are missing, again and again
         from megatron.core import jit
     jit.disable_jit_fuser()  # for Megatron's modules that are imported later
 
