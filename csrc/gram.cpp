@@ -12,7 +12,7 @@ namespace dobb {
 namespace {
 
 // Tokens whose products add up in registers before they enter the sum; they bound its error and the scratch memory.
-constexpr std::int64_t kTokensAtATime = 256;
+constexpr std::int64_t kTokensAtATime = 128;
 
 void check(const at::Tensor& total, const at::Tensor& activations, std::int64_t width) {
     TORCH_CHECK_VALUE(activations.dim() == 2 && (activations.numel() == 0 || activations.stride(1) == 1),
@@ -32,18 +32,19 @@ void check(const at::Tensor& total, const at::Tensor& activations, std::int64_t 
 
 // Rows `first_row .. last_row` of one block.
 void add_rows(const cpu::Kernel& kernel, const at::Tensor& activations, std::int64_t block, std::int64_t width,
-              std::int64_t stride, std::int64_t first_row, std::int64_t last_row, float* scratch, float* total) {
+              std::int64_t first_row, std::int64_t last_row, float* scratch, float* total) {
     const bool is_bf16 = activations.scalar_type() == at::kBFloat16;
     const std::int64_t row_stride = activations.stride(0);
     for (std::int64_t t = 0; t < activations.size(0); t += kTokensAtATime) {
-        const std::int64_t tokens = std::min(kTokensAtATime, activations.size(0) - t), at = t * row_stride + block * width;
+        const std::int64_t tokens = std::min(kTokensAtATime, activations.size(0) - t),
+                           at = t * row_stride + block * width;
         if (is_bf16)
             kernel.widen_bf16(static_cast<const std::uint16_t*>(activations.const_data_ptr()) + at, row_stride, tokens,
-                              width, stride, scratch);
+                              width, scratch);
         else
             kernel.widen_fp32(static_cast<const float*>(activations.const_data_ptr()) + at, row_stride, tokens, width,
-                              stride, scratch);
-        kernel.add_gram(scratch, tokens, stride, width, first_row, last_row, total);
+                              scratch);
+        kernel.add_gram(scratch, tokens, width, first_row, last_row, total);
     }
 }
 
@@ -59,12 +60,12 @@ void gram_cpu(const at::Tensor& total, const at::Tensor& activations, std::int64
     check(total, activations, width);
     if (activations.numel() == 0) return;
     if (activations.scalar_type() == at::kHalf) {
-        for (const at::Tensor& chunk : activations.split(4 * kTokensAtATime))
+        for (const at::Tensor& chunk : activations.split(8 * kTokensAtATime))
             gram_cpu(total, chunk.to(at::kFloat), width);
         return;
     }
     const cpu::Kernel& kernel = cpu::kernel_in_use();
-    const std::int64_t unit = kernel.gram_unit, stride = (width + unit - 1) / unit * unit;
+    const std::int64_t unit = kernel.gram_columns, stride = (width + unit - 1) / unit * unit;
     const std::int64_t blocks = total.size(0), threads = at::get_num_threads();
     // Fewer blocks than threads: each block's rows are shared out too.
     const std::int64_t parts = std::min((threads + blocks - 1) / blocks, stride / unit);
@@ -72,9 +73,8 @@ void gram_cpu(const at::Tensor& total, const at::Tensor& activations, std::int64
     at::parallel_for(0, blocks * parts, 1, [&](std::int64_t begin, std::int64_t end) {
         const at::DataPtr scratch = c10::GetCPUAllocator()->allocate(kTokensAtATime * stride * sizeof(float));
         for (std::int64_t i = begin; i < end; ++i)
-            add_rows(kernel, activations, i / parts, width, stride, i % parts * rows,
-                     std::min((i % parts + 1) * rows, stride), static_cast<float*>(scratch.get()),
-                     total.mutable_data_ptr<float>() + i / parts * width * width);
+            add_rows(kernel, activations, i / parts, width, i % parts * rows, std::min((i % parts + 1) * rows, stride),
+                     static_cast<float*>(scratch.get()), total.mutable_data_ptr<float>() + i / parts * width * width);
     });
     at::parallel_for(0, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t j = begin; j < end; ++j) mirror(total.mutable_data_ptr<float>() + j * width * width, width);

@@ -19,8 +19,8 @@ bool is_fp32_or_bf16(const at::Tensor& tensor) {
 
 void check_flat(const char* name, std::size_t i, const at::Tensor& tensor, const at::Tensor& weight) {
     TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.numel() == weight.numel() && tensor.is_contiguous(),
-                      "dobb::update: ", name, "[", i, "] has shape ", tensor.sizes(), " and strides ",
-                      tensor.strides(), ", expected a contiguous [", weight.numel(), "], like weights[", i, "]");
+                      "dobb::update: ", name, "[", i, "] has shape ", tensor.sizes(), " and strides ", tensor.strides(),
+                      ", expected a contiguous [", weight.numel(), "], like weights[", i, "]");
     TORCH_CHECK_VALUE(tensor.device() == weight.device(), "dobb::update: ", name, "[", i, "] is on ", tensor.device(),
                       ", expected ", weight.device(), ", like weights[", i, "]");
 }

@@ -18,6 +18,7 @@ if [ $# -eq 0 ]; then
     "$VENV_PYTHON" -m ruff check .
     "$VENV_PYTHON" -m ruff format --check .
     "$VENV_PYTHON" -m mypy
+    git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs "$VENV/bin/clang-format" --dry-run -Werror
 fi
 
 # pytest takes the last -m. With one of the caller's own, GPUs stay visible.

@@ -22,8 +22,9 @@ namespace dobb::cpu {
 
 static bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-extern const Kernel kAvx2Kernel = {"avx2", supported, avx2::scratch_bytes, avx2::run_unit,
-                                avx2::kGramUnit, avx2::widen_fp32, avx2::widen_bf16, avx2::add_gram};
+extern const Kernel kAvx2Kernel = {"avx2",           supported,          avx2::scratch_bytes,
+                                   avx2::run_unit,   avx2::kGramColumns, avx2::widen_fp32,
+                                   avx2::widen_bf16, avx2::add_gram};
 
 }  // namespace dobb::cpu
 

@@ -25,8 +25,9 @@ static bool supported() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-extern const Kernel kAvx512Kernel = {"avx512", supported, avx512::scratch_bytes, avx512::run_unit,
-                                avx512::kGramUnit, avx512::widen_fp32, avx512::widen_bf16, avx512::add_gram};
+extern const Kernel kAvx512Kernel = {
+    "avx512",           supported,          avx512::scratch_bytes, avx512::run_unit, avx512::kGramColumns,
+    avx512::widen_fp32, avx512::widen_bf16, avx512::add_gram};
 
 }  // namespace dobb::cpu
 

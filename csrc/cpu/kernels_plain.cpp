@@ -13,7 +13,8 @@
 
 namespace dobb::cpu {
 
-extern const Kernel kPlainKernel = {"plain", [] { return true; }, plain::scratch_bytes, plain::run_unit,
-                                plain::kGramUnit, plain::widen_fp32, plain::widen_bf16, plain::add_gram};
+extern const Kernel kPlainKernel = {"plain",           [] { return true; }, plain::scratch_bytes,
+                                    plain::run_unit,   plain::kGramColumns, plain::widen_fp32,
+                                    plain::widen_bf16, plain::add_gram};
 
 }  // namespace dobb::cpu

@@ -9,7 +9,7 @@
 
 #if defined(__clang__)
 #define DOBB_TARGET_AVX2 DOBB_PRAGMA(clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function))
-#define DOBB_TARGET_AVX512                                                                              \
+#define DOBB_TARGET_AVX512                                                                                   \
     DOBB_PRAGMA(clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq"))), \
                                      apply_to = function))
 #define DOBB_TARGET_END DOBB_PRAGMA(clang attribute pop)

@@ -1,4 +1,6 @@
 // dobb::update on the CPU: units of work shared out to the threads.
+#include "../update.h"
+
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
@@ -6,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "../update.h"
 #include "update_task.h"
 
 namespace dobb::cpu {
@@ -67,10 +68,9 @@ at::Tensor update(at::TensorList weights, at::TensorList gradients, at::TensorLi
                   at::TensorList copies, at::IntArrayRef starts, at::IntArrayRef columns, std::int64_t width,
                   at::ArrayRef<double> scales, double decay, double momentum, bool nesterov, std::string_view precision,
                   std::string_view norm) {
-    const UpdateArguments arguments =
-        check_update({weights, gradients, momenta, bases, copies, starts, columns, width, scales, decay, momentum,
-                      nesterov, true},
-                     precision, norm);
+    const UpdateArguments arguments = check_update(
+        {weights, gradients, momenta, bases, copies, starts, columns, width, scales, decay, momentum, nesterov, true},
+        precision, norm);
     at::Tensor count = no_bad_coefficients(weights);
     *data<std::int64_t>(count) = run(arguments);
     return count;

@@ -11,15 +11,15 @@
 
 namespace dobb::cpu::DOBB_ISA {
 
-constexpr int kGroup = 4;                              // coefficients in one group
-constexpr int kPatterns = 1 << kGroup;                 // signed sums of a group
-constexpr int kSumVectors = kLanes >= 16 ? 1 : 2;      // vectors across a panel of output columns
+constexpr int kGroup = 4;                          // coefficients in one group
+constexpr int kPatterns = 1 << kGroup;             // signed sums of a group
+constexpr int kSumVectors = kLanes >= 16 ? 1 : 2;  // vectors across a panel of output columns
 constexpr int kSumColumns = kSumVectors * kLanes;
 constexpr int kPattern = kSumColumns * sizeof(float);  // bytes of one signed sum
 constexpr std::uint16_t kMarked = 0xffff;              // above every offset of a sum
 constexpr int kMostPanelVectors = 3;
-constexpr std::int64_t kDepth = 256;                   // rows of a panel of Q that are used at a time: it stays in L1
-constexpr std::int64_t kGroupsAtATime = 16;            // groups whose sums are in use: 16 KB, half of an L1 cache
+constexpr std::int64_t kDepth = 256;         // rows of a panel of Q that are used at a time: it stays in L1
+constexpr std::int64_t kGroupsAtATime = 16;  // groups whose sums are in use: 16 KB, half of an L1 cache
 constexpr int kCacheLine = 64;
 
 struct Scratch {
@@ -106,15 +106,25 @@ void update_momentum(const Tile& tile, const G* gradient, M* momentum, const Set
     }
 }
 
-DOBB_INLINE void fetch(const Tile& tile, std::int64_t row, std::int64_t part, std::int64_t parts) {
-    for (int i = 0; i < 3; ++i) {
-        if (!tile.next[i]) continue;
-        const char* line = tile.next[i] + row * tile.next_stride[i];
-        const std::int64_t bytes = tile.next_bytes[i];
-        for (std::int64_t b = bytes * part / parts; b < bytes * (part + 1) / parts; b += kCacheLine)
-            __builtin_prefetch(line + b);
+// The part of each row of the next tile that is fetched while one panel of this tile is computed.
+struct Fetch {
+    std::int64_t begin[3], end[3];
+
+    Fetch(const Tile& tile, std::int64_t part, std::int64_t parts) {
+        for (int i = 0; i < 3; ++i) {
+            const bool any = tile.next[i] && part < parts;
+            begin[i] = any ? tile.next_bytes[i] * part / parts : 0;
+            end[i] = any ? tile.next_bytes[i] * (part + 1) / parts : 0;
+        }
     }
-}
+
+    DOBB_INLINE void row(const Tile& tile, std::int64_t row) const {
+        for (int i = 0; i < 3; ++i) {
+            const char* line = tile.next[i] + row * tile.next_stride[i];
+            for (std::int64_t b = begin[i]; b < end[i]; b += kCacheLine) __builtin_prefetch(line + b);
+        }
+    }
+};
 
 // The patterns of one row's `kLanes` coefficients from column `column` on. Returns how many are not finite.
 DOBB_INLINE int keep_signs(Vector x, std::int64_t row, std::int64_t column, std::int64_t width, Scratch& scratch) {
@@ -186,19 +196,19 @@ std::int64_t project_panel(const Tile& tile, const Q* basis, std::int64_t column
     constexpr int kRows = kAccumulators / kVectors;
     pack_columns(basis, tile.width, column, kVectors * kLanes, scratch.panel);
     const std::int64_t parts = (tile.width + kVectors * kLanes - 1) / (kVectors * kLanes);
-    const std::int64_t part = column / (kVectors * kLanes);
+    const Fetch fetch(tile, column / (kVectors * kLanes), parts);
     std::int64_t not_finite = 0;
     for (std::int64_t begin = 0; begin < tile.width; begin += kDepth) {
         const std::int64_t end = begin + kDepth < tile.width ? begin + kDepth : tile.width;
-        const bool first = begin == 0 && part < parts;
+        const bool first = begin == 0;
         std::int64_t r = 0;
         for (; r + kRows <= tile.rows; r += kRows) {
             if (first)
-                for (int i = 0; i < kRows; ++i) fetch(tile, r + i, part, parts);
+                for (int i = 0; i < kRows; ++i) fetch.row(tile, r + i);
             not_finite += project_rows<kVectors, kRows>(r, column, begin, end, tile.width, scratch);
         }
         for (; r < tile.rows; ++r) {
-            if (first) fetch(tile, r, part, parts);
+            if (first) fetch.row(tile, r);
             not_finite += project_rows<kVectors, 1>(r, column, begin, end, tile.width, scratch);
         }
     }
@@ -352,7 +362,8 @@ std::int64_t run_unit(const Segment& segment, const Settings& settings, const Un
     Scratch::layout(settings.width, unit.rows, memory, &scratch);
     const std::int64_t width = settings.width, stride = unit.blocks * width;
     const HeldBlocks held = HeldBlocks::of(segment, width);
-    const std::int64_t momentum_size = segment.momentum_is_bf16 ? 2 : 4, gradient_size = segment.gradient_is_bf16 ? 2 : 4;
+    const std::int64_t momentum_size = segment.momentum_is_bf16 ? 2 : 4,
+                       gradient_size = segment.gradient_is_bf16 ? 2 : 4;
     std::int64_t not_finite = 0;
     for (std::int64_t k = 0; k < unit.blocks; ++k) {
         const std::int64_t at = unit.offset + k * width;

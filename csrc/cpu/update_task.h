@@ -85,14 +85,13 @@ struct Kernel {
     std::size_t (*scratch_bytes)(std::int64_t width, std::int64_t rows);
     // Updates one unit; returns the number of coefficients that are not finite.
     std::int64_t (*run)(const Segment&, const Settings&, const Unit&, std::byte* scratch);
-    // The sums of x x^T, see gram_kernel.h; strides of widened activations are multiples of gram_unit.
-    std::int64_t gram_unit;
-    void (*widen_fp32)(const float* from, std::int64_t from_stride, std::int64_t tokens, std::int64_t width,
-                       std::int64_t stride, float* to);
+    // The sums of x x^T, see gram_kernel.h: activations lie in panels of gram_columns features.
+    std::int64_t gram_columns;
+    void (*widen_fp32)(const float* from, std::int64_t from_stride, std::int64_t tokens, std::int64_t width, float* to);
     void (*widen_bf16)(const std::uint16_t* from, std::int64_t from_stride, std::int64_t tokens, std::int64_t width,
-                       std::int64_t stride, float* to);
-    void (*add_gram)(const float* x, std::int64_t tokens, std::int64_t stride, std::int64_t width,
-                     std::int64_t first_row, std::int64_t last_row, float* total);
+                       float* to);
+    void (*add_gram)(const float* x, std::int64_t tokens, std::int64_t width, std::int64_t first_row,
+                     std::int64_t last_row, float* total);
 };
 
 // Compiled variants, the fastest first.

@@ -255,9 +255,7 @@ def test_a_coefficient_that_is_not_finite_is_counted_raised_and_leaves_nan(kerne
     width = 12
     made, gradient = segment(Shard(0, 30 * 3 * width, 3 * width, width), seed=4)
     gradient.view(30, 3, width)[11, 1, 5] = value
-    with pytest.raises(
-        NonFiniteError, match=rf"^{width} coefficients of the momentum were not.* in weight4: NaN"
-    ):
+    with pytest.raises(NonFiniteError, match=rf"^{width} coefficients of the momentum were not.* in weight4: NaN"):
         ops.update([made], [gradient], **SETTINGS, backend="extension")
     finite = made.weight.isfinite().view(30, 3, width)
     assert not finite[11, 1].any()
@@ -409,7 +407,12 @@ def test_gram_obeys_the_rules_of_the_dispatcher():
     ("total", "activations", "width", "message"),
     [
         (torch.zeros(2, 3, 3), torch.zeros(5, 7), 3, r"width is 3, expected a divisor of the 7 features"),
-        (torch.zeros(3, 3, 3), torch.zeros(5, 6), 3, r"total is Float \[3, 3, 3\], expected contiguous fp32 \[2, 3, 3\]"),
+        (
+            torch.zeros(3, 3, 3),
+            torch.zeros(5, 6),
+            3,
+            r"total is Float \[3, 3, 3\], expected contiguous fp32 \[2, 3, 3\]",
+        ),
         (torch.zeros(2, 3, 3), torch.zeros(6, 5).T, 3, r"activations has shape \[5, 6\] and strides \[1, 5\]"),
         (torch.zeros(2, 3, 3), torch.zeros(5, 6).double(), 3, r"activations is Double, expected fp32, bf16 or fp16"),
     ],
