@@ -16,11 +16,11 @@ from ..capture import Capture, Source
 from ..config import DTYPES, DobbConfig
 from ..errors import ConfigError
 from ..exchange import HeldWeight, RefreshCounts, RefreshGroup
-from . import report
 from .adapters import SEQUENCE_DIM
 from .arguments import OPTIMIZER
 from .groups import Ranks, create_groups, token_ranks
 from .manage import ChunkPlan, ManagedWeight
+from .messages import log_refresh
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
 
@@ -64,7 +64,6 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         if self.is_stub_optimizer:
             return
         self._build(plans, plans_of_mine, ranks_of, process_groups)
-        report.log_start(self, plans)
 
     # Start.
 
@@ -222,7 +221,7 @@ class DobbDistributedOptimizer(DistributedOptimizer):
             if group.rank == 0:  # it speaks for the group, of which the job's first rank need not be a member
                 to_report.skipped += found.skipped
                 to_report.fallbacks += found.fallbacks
-        report.log_refresh(self.attempted_steps + 1, to_report, self.refresh_counts)
+        log_refresh(self.attempted_steps + 1, to_report, self.refresh_counts)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

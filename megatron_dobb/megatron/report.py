@@ -1,16 +1,12 @@
-"""What a run says at its start and when a refresh left blocks alone."""
+"""What a run says at its start."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ..exchange import RefreshCounts
 from .manage import ChunkPlan, ManagedWeight
-
-if TYPE_CHECKING:
-    from .optimizer import DobbDistributedOptimizer
+from .optimizer import DobbDistributedOptimizer
 
 MIB = 2**20
 
@@ -21,12 +17,13 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def log_start(optimizer: "DobbDistributedOptimizer", plans: Sequence[ChunkPlan]) -> None:
+def log_start(optimizer: DobbDistributedOptimizer) -> None:
     """The start-up table: what is on Dobb and what is not, alignment, memory and traffic of this rank."""
-    say("\n".join(start_table(optimizer, plans)))
+    if not optimizer.is_stub_optimizer:
+        say("\n".join(start_table(optimizer, [chunk.dobb_plan for chunk in optimizer.model_chunks])))
 
 
-def start_table(optimizer: "DobbDistributedOptimizer", plans: Sequence[ChunkPlan]) -> list[str]:
+def start_table(optimizer: DobbDistributedOptimizer, plans: Sequence[ChunkPlan]) -> list[str]:
     """The lines of the start-up table."""
     ours = {w.key for group in optimizer.refresh_groups for w in group.weights}
     managed = {w.name: w for plan in plans for w in plan.managed if w.name in ours}
@@ -52,7 +49,7 @@ def _shape_lines(managed: Iterable[ManagedWeight]) -> list[str]:
     return lines
 
 
-def _cost_lines(optimizer: "DobbDistributedOptimizer") -> list[str]:
+def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
     layouts = [
         found
         for chunk in optimizer.model_chunks
@@ -81,22 +78,5 @@ def _cost_lines(optimizer: "DobbDistributedOptimizer") -> list[str]:
     ]
 
 
-def _captured_blocks(optimizer: "DobbDistributedOptimizer") -> list[tuple[int, int]]:
+def _captured_blocks(optimizer: DobbDistributedOptimizer) -> list[tuple[int, int]]:
     return [(g.width, w.blocks) for g in optimizer.refresh_groups for w in g.weights]
-
-
-def log_refresh(step: int, counts: RefreshCounts, total: RefreshCounts) -> None:
-    """Warn when a refresh left blocks alone or needed the slow path for some.
-
-    Args:
-        step: the refresh step, from 1.
-        counts: what this rank has to report; every event is in the counts of at least one rank.
-        total: all counts of this rank's weights since the start.
-    """
-    if counts.skipped or counts.fallbacks:
-        print(
-            f"dobb: refresh of step {step}, rank {dist.get_rank()}: {counts.skipped} blocks kept their basis (no "
-            f"token, or an all-zero or non-finite moment), {counts.fallbacks} were finished by Householder; "
-            f"{total.skipped} and {total.fallbacks} since the start",
-            flush=True,
-        )

@@ -217,15 +217,18 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
                 "Dobb needs OptimizerConfig.use_distributed_optimizer=True: it lives in the param/grad buffers of the "
                 "distributed optimizer"
             )
+        from . import report
         from .optimizer import DobbDistributedOptimizer
 
         # Other modules import this name for isinstance checks, so it is replaced for the call alone.
         stock = module.DistributedOptimizer
         module.DistributedOptimizer = DobbDistributedOptimizer  # type: ignore[attr-defined]
         try:
-            return build(*args, **kwargs)
+            built = build(*args, **kwargs)
         finally:
             module.DistributedOptimizer = stock  # type: ignore[attr-defined]
+        report.log_start(built)
+        return built
 
     module._get_param_groups = _get_param_groups  # type: ignore[attr-defined]
     module._get_megatron_optimizer_based_on_param_groups = (  # type: ignore[attr-defined]
