@@ -18,7 +18,8 @@ if [ $# -eq 0 ]; then
     "$VENV_PYTHON" -m ruff check .
     "$VENV_PYTHON" -m ruff format --check .
     "$VENV_PYTHON" -m mypy
-    git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' | xargs "$VENV/bin/clang-format" --dry-run -Werror
+    find csrc -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
+        -exec "$VENV/bin/clang-format" --dry-run -Werror {} +
 fi
 
 # pytest takes the last -m. With one of the caller's own, GPUs stay visible.
