@@ -175,10 +175,6 @@ def _takes(segment: Segment, backend: Backend) -> bool:
     return supported
 
 
-def _step_scale(segment: Segment, update_scale: float) -> float:
-    return reference.step_scale(segment.rows, segment.columns, update_scale)
-
-
 def _warn_once(message: str) -> None:
     if message not in _warned and os.environ.get("RANK", "0") == "0":
         warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,90 @@
+"""The sums of the second moments against float64, on every CPU kernel that this processor runs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dobb import extension, moment, ops
+from megatron_dobb.errors import BlockError
+
+_C = extension.load().module
+needs_extension = pytest.mark.skipif(_C is None, reason=f"no extension: {extension.load().reason}")
+KERNELS = _C.supported_cpu_kernels() if _C is not None else []
+WIDTHS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 40, 48, 64, 65, 100, 128, 176]
+
+
+@pytest.fixture(autouse=True)
+def _first_kernel_afterwards():
+    yield
+    if _C is not None:
+        _C.choose_cpu_kernel(KERNELS[0])
+
+
+@needs_extension
+@pytest.mark.parametrize("kernel", KERNELS)
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.sampled_from(WIDTHS),
+    blocks=st.integers(1, 3),
+    tokens=st.sampled_from([0, 1, 3, 255, 256, 700]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    skipped=st.integers(0, 3),
+)
+def test_gram_adds_the_sums_that_float64_gives(kernel, width, blocks, tokens, dtype, skipped):
+    _C.choose_cpu_kernel(kernel)
+    x = torch.randn(tokens, blocks * width + skipped)[:, skipped:].to(dtype)
+    before = torch.randn(blocks, width, width)
+    before = before + before.mT
+    total = before.clone()
+    torch.ops.dobb.gram_(total, x, width)
+    by_block = x.double().view(tokens, blocks, width).transpose(0, 1)
+    torch.testing.assert_close(total.double(), before.double() + by_block.mT @ by_block, rtol=1e-5, atol=1e-4)
+    assert torch.equal(total, total.mT)
+
+
+@needs_extension
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_gram_shares_out_the_rows_of_few_blocks(threads):
+    x, number = torch.randn(300, 400), torch.get_num_threads()
+    total = torch.zeros(1, 400, 400)
+    try:
+        torch.set_num_threads(threads)
+        torch.ops.dobb.gram_(total, x, 400)
+    finally:
+        torch.set_num_threads(number)
+    torch.testing.assert_close(total[0].double(), x.double().T @ x.double(), rtol=1e-5, atol=1e-4)
+
+
+@needs_extension
+def test_gram_obeys_the_rules_of_the_dispatcher():
+    torch.library.opcheck(torch.ops.dobb.gram_.default, (torch.zeros(2, 3, 3), torch.randn(5, 6), 3))
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    ("total", "activations", "width", "message"),
+    [
+        (torch.zeros(2, 3, 3), torch.zeros(5, 7), 3, r"width is 3, expected a divisor of the 7 features"),
+        (
+            torch.zeros(3, 3, 3),
+            torch.zeros(5, 6),
+            3,
+            r"total is Float \[3, 3, 3\], expected contiguous fp32 \[2, 3, 3\]",
+        ),
+        (torch.zeros(2, 3, 3), torch.zeros(6, 5).T, 3, r"activations has shape \[5, 6\] and strides \[1, 5\]"),
+        (torch.zeros(2, 3, 3), torch.zeros(5, 6).double(), 3, r"activations is Double, expected fp32, bf16 or fp16"),
+    ],
+)
+def test_gram_names_a_wrong_argument(total, activations, width, message):
+    with pytest.raises(ValueError, match="dobb::gram_: " + message):
+        torch.ops.dobb.gram_(total, activations, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gram_takes_any_leading_shape_and_dtype(dtype):
+    x, total = torch.randn(3, 5, 12).to(dtype), torch.ones(3, 4, 4)
+    ops.gram_(total, x, 4)
+    torch.testing.assert_close(total, 1 + moment.gram(x, 4), rtol=1e-5, atol=1e-5)
+    with pytest.raises(BlockError, match="block width 5 does not divide the 12 features"):
+        ops.gram_(total, x, 5)
