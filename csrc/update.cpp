@@ -13,6 +13,11 @@ const char* const kSchema =
     "int[] starts, int[] columns, int width, float[] scales, float decay, float momentum, bool nesterov, "
     "str precision, str norm) -> Tensor";
 
+template <class T>
+T* data(const at::Tensor& tensor) {
+    return static_cast<T*>(tensor.data_ptr());
+}
+
 bool is_fp32_or_bf16(const at::Tensor& tensor) {
     return tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16;
 }
@@ -97,6 +102,20 @@ UpdateArguments check_update(UpdateArguments a, std::string_view precision, std:
     for (std::size_t i = 0; i < count; ++i) check_segment(a, i);
     a.exact = precision == "exact";
     return a;
+}
+
+std::vector<Segment> describe(const UpdateArguments& a) {
+    std::vector<Segment> segments;
+    for (std::size_t i = 0; i < a.weights.size(); ++i) {
+        if (a.weights[i].numel() == 0) continue;
+        const bool has_copy = !a.copies.empty() && a.copies[i].numel() > 0;
+        const auto is_bf16 = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFloat16; };
+        segments.push_back({data<float>(a.weights[i]), data<void>(a.gradients[i]), data<void>(a.momenta[i]),
+                            data<void>(a.bases[i]), has_copy ? data<std::uint16_t>(a.copies[i]) : nullptr,
+                            a.weights[i].numel(), a.starts[i], a.columns[i], static_cast<float>(a.scales[i]),
+                            is_bf16(a.gradients[i]), is_bf16(a.momenta[i]), is_bf16(a.bases[i])});
+    }
+    return segments;
 }
 
 at::Tensor no_bad_coefficients(at::TensorList weights) { return at::zeros({1}, weights[0].options().dtype(at::kLong)); }

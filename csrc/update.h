@@ -6,6 +6,9 @@
 
 #include <cstdint>
 #include <string_view>
+#include <vector>
+
+#include "segment.h"
 
 namespace dobb {
 
@@ -28,6 +31,9 @@ struct UpdateArguments {
 // Parses the op's two strings and checks every tensor. Throws c10::Error (ValueError in Python) with a message that
 // names the tensor, what it is and what was expected.
 UpdateArguments check_update(UpdateArguments arguments, std::string_view precision, std::string_view norm);
+
+// The segments that are not empty, for the kernels.
+std::vector<Segment> describe(const UpdateArguments& arguments);
 
 // The tensor that the op returns where there is nothing to do: no coefficient that is not finite.
 at::Tensor no_bad_coefficients(at::TensorList weights);

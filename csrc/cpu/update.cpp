@@ -25,25 +25,6 @@ std::int64_t tile_rows(const Kernel& kernel, std::int64_t width, int threads) {
     return rows;
 }
 
-template <class T>
-T* data(const at::Tensor& tensor) {
-    return static_cast<T*>(tensor.data_ptr());
-}
-
-std::vector<Segment> describe(const UpdateArguments& a) {
-    std::vector<Segment> segments;
-    for (std::size_t i = 0; i < a.weights.size(); ++i) {
-        if (a.weights[i].numel() == 0) continue;
-        const bool has_copy = !a.copies.empty() && a.copies[i].numel() > 0;
-        const auto is_bf16 = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFloat16; };
-        segments.push_back({data<float>(a.weights[i]), data<void>(a.gradients[i]), data<void>(a.momenta[i]),
-                            data<void>(a.bases[i]), has_copy ? data<std::uint16_t>(a.copies[i]) : nullptr,
-                            a.weights[i].numel(), a.starts[i], a.columns[i], static_cast<float>(a.scales[i]),
-                            is_bf16(a.gradients[i]), is_bf16(a.momenta[i]), is_bf16(a.bases[i])});
-    }
-    return segments;
-}
-
 std::int64_t run(const UpdateArguments& a) {
     const Kernel& use = kernel_in_use();
     const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
@@ -72,7 +53,7 @@ at::Tensor update(at::TensorList weights, at::TensorList gradients, at::TensorLi
         {weights, gradients, momenta, bases, copies, starts, columns, width, scales, decay, momentum, nesterov, true},
         precision, norm);
     at::Tensor count = no_bad_coefficients(weights);
-    *data<std::int64_t>(count) = run(arguments);
+    *count.mutable_data_ptr<std::int64_t>() = run(arguments);
     return count;
 }
 
