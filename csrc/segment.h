@@ -12,6 +12,8 @@ struct Segment {
     void* momentum;        // [numel] fp32 or bf16
     const void* basis;     // [held, width, width] fp32 or bf16
     std::uint16_t* copy;   // [numel] bf16 copy of the weight, or null
+    // [held, width] what each coefficient is multiplied by instead of taking its sign (norm l2), or null (norm sign)
+    const float* column_scales;
     std::int64_t numel;
     std::int64_t start;    // position of the range in its weight, a multiple of the width
     std::int64_t columns;  // of the weight on this rank

@@ -10,7 +10,8 @@ namespace {
 
 const char* const kSchema =
     "update(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor[] bases, Tensor(c!)[] copies, "
-    "int[] starts, int[] columns, int width, float[] scales, float decay, float momentum, bool nesterov, "
+    "Tensor[] column_scales, int[] starts, int[] columns, int width, float[] scales, float decay, float momentum, bool "
+    "nesterov, "
     "str precision, str norm) -> Tensor";
 
 template <class T>
@@ -60,6 +61,17 @@ void check_segment(const UpdateArguments& a, std::size_t i) {
                       ", expected bf16 or fp32");
     TORCH_CHECK_VALUE(basis.device() == weight.device(), "dobb::update: bases[", i, "] is on ", basis.device(),
                       ", expected ", weight.device(), ", like weights[", i, "]");
+    if (!a.column_scales.empty()) {
+        const at::Tensor& scales = a.column_scales[i];
+        TORCH_CHECK_VALUE(scales.sizes() == at::IntArrayRef({held, a.width}) && scales.is_contiguous(),
+                          "dobb::update: column_scales[", i, "] has shape ", scales.sizes(), " and strides ",
+                          scales.strides(), ", expected a contiguous [", held, ", ", a.width, "] for the ", held,
+                          " blocks that weights[", i, "] holds");
+        TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat, "dobb::update: column_scales[", i, "] is ",
+                          scales.scalar_type(), ", expected fp32");
+        TORCH_CHECK_VALUE(scales.device() == weight.device(), "dobb::update: column_scales[", i, "] is on ",
+                          scales.device(), ", expected ", weight.device(), ", like weights[", i, "]");
+    }
     if (a.copies.empty() || a.copies[i].numel() == 0) return;
     check_flat("copies", i, a.copies[i], weight);
     TORCH_CHECK_VALUE(a.copies[i].scalar_type() == at::kBFloat16, "dobb::update: copies[", i, "] is ",
@@ -67,15 +79,15 @@ void check_segment(const UpdateArguments& a, std::size_t i) {
 }
 
 at::Tensor update_meta(at::TensorList weights, at::TensorList gradients, at::TensorList momenta, at::TensorList bases,
-                       at::TensorList copies, at::IntArrayRef starts, at::IntArrayRef columns, std::int64_t width,
-                       at::ArrayRef<double> scales, double decay, double momentum, bool nesterov,
-                       std::string_view precision, std::string_view norm) {
+                       at::TensorList copies, at::TensorList column_scales, at::IntArrayRef starts,
+                       at::IntArrayRef columns, std::int64_t width, at::ArrayRef<double> scales, double decay,
+                       double momentum, bool nesterov, std::string_view precision, std::string_view norm) {
     const bool known = std::none_of(weights.begin(), weights.end(), [](const at::Tensor& weight) {
         return weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
     });
     if (known)
-        check_update({weights, gradients, momenta, bases, copies, starts, columns, width, scales, decay, momentum,
-                      nesterov, true},
+        check_update({weights, gradients, momenta, bases, copies, column_scales, starts, columns, width, scales, decay,
+                      momentum, nesterov, true},
                      precision, norm);
     return no_bad_coefficients(weights);
 }
@@ -85,7 +97,7 @@ at::Tensor update_meta(at::TensorList weights, at::TensorList gradients, at::Ten
 UpdateArguments check_update(UpdateArguments a, std::string_view precision, std::string_view norm) {
     TORCH_CHECK_VALUE(precision == "exact" || precision == "bf16", "dobb::update: precision is '", precision,
                       "', expected 'exact' or 'bf16'");
-    TORCH_CHECK_VALUE(norm == "sign", "dobb::update: norm is '", norm, "', expected 'sign'");
+    TORCH_CHECK_VALUE(norm == "sign" || norm == "l2", "dobb::update: norm is '", norm, "', expected 'sign' or 'l2'");
     TORCH_CHECK_VALUE(a.width >= 1, "dobb::update: width is ", a.width, ", expected a block width of at least 1");
     const std::size_t count = a.weights.size();
     const auto check_count = [&](const char* name, std::size_t found) {
@@ -96,6 +108,9 @@ UpdateArguments check_update(UpdateArguments a, std::string_view precision, std:
     check_count("momenta", a.momenta.size());
     check_count("bases", a.bases.size());
     if (!a.copies.empty()) check_count("copies", a.copies.size());
+    if (norm == "l2") check_count("column_scales", a.column_scales.size());
+    TORCH_CHECK_VALUE(norm == "l2" || a.column_scales.empty(), "dobb::update: column_scales has ",
+                      a.column_scales.size(), " entries, expected none for norm 'sign'; use norm 'l2'");
     check_count("starts", a.starts.size());
     check_count("columns", a.columns.size());
     check_count("scales", a.scales.size());
@@ -112,8 +127,9 @@ std::vector<Segment> describe(const UpdateArguments& a) {
         const auto is_bf16 = [](const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFloat16; };
         segments.push_back({data<float>(a.weights[i]), data<void>(a.gradients[i]), data<void>(a.momenta[i]),
                             data<void>(a.bases[i]), has_copy ? data<std::uint16_t>(a.copies[i]) : nullptr,
-                            a.weights[i].numel(), a.starts[i], a.columns[i], static_cast<float>(a.scales[i]),
-                            is_bf16(a.gradients[i]), is_bf16(a.momenta[i]), is_bf16(a.bases[i])});
+                            a.column_scales.empty() ? nullptr : data<float>(a.column_scales[i]), a.weights[i].numel(),
+                            a.starts[i], a.columns[i], static_cast<float>(a.scales[i]), is_bf16(a.gradients[i]),
+                            is_bf16(a.momenta[i]), is_bf16(a.bases[i])});
     }
     return segments;
 }

@@ -13,17 +13,18 @@
 namespace dobb {
 
 struct UpdateArguments {
-    at::TensorList weights;       // each [numel] fp32, changed in place
-    at::TensorList gradients;     // each [numel] fp32 or bf16
-    at::TensorList momenta;       // each [numel] fp32 or bf16, changed in place
-    at::TensorList bases;         // each [held blocks, width, width] bf16 or fp32
-    at::TensorList copies;        // none, or one for each weight: [numel] bf16, or empty for none; overwritten
-    at::IntArrayRef starts;       // position of each segment in its weight, a multiple of the width
-    at::IntArrayRef columns;      // of each weight on this rank
-    std::int64_t width;           // columns in one block
-    at::ArrayRef<double> scales;  // learning rate times the scale of the direction
-    double decay;                 // 1 - learning rate times weight decay
-    double momentum;              // mu
+    at::TensorList weights;        // each [numel] fp32, changed in place
+    at::TensorList gradients;      // each [numel] fp32 or bf16
+    at::TensorList momenta;        // each [numel] fp32 or bf16, changed in place
+    at::TensorList bases;          // each [held blocks, width, width] bf16 or fp32
+    at::TensorList copies;         // none, or one for each weight: [numel] bf16, or empty for none; overwritten
+    at::TensorList column_scales;  // norm l2: one for each weight, [held blocks, width] fp32; norm sign: none
+    at::IntArrayRef starts;        // position of each segment in its weight, a multiple of the width
+    at::IntArrayRef columns;       // of each weight on this rank
+    std::int64_t width;            // columns in one block
+    at::ArrayRef<double> scales;   // learning rate times the scale of the direction
+    double decay;                  // 1 - learning rate times weight decay
+    double momentum;               // mu
     bool nesterov;
     bool exact;  // from precision: "exact" keeps the signs of fp32 products, "bf16" may round M and Q
 };

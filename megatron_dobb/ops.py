@@ -39,6 +39,7 @@ def update(
     precision: Precision = "exact",
     backend: Backend = "auto",
     copies: Sequence[Tensor | None] | None = None,
+    column_scales: Sequence[Tensor] | None = None,
 ) -> Pending:
     """One step of every segment, in place: `reference.update`, fused where the extension allows.
 
@@ -54,6 +55,8 @@ def update(
             where the device is faster with it.
         backend: `auto` takes the extension where it has kernels for the tensors, and warns once where it has none.
         copies: for each segment a bf16 tensor `[shard.numel]` that receives the new weight, or `None`.
+        column_scales: for Dobb-l2, one fp32 tensor `[held, b]` for each segment: coefficients are multiplied by it
+            instead of taking their sign.
 
     Returns:
         What `check` must look at before the next step, on devices that run behind the host. Nothing on a CPU.
@@ -80,6 +83,7 @@ def update(
             [segments[i].momentum for i in chosen],
             [segments[i].basis.contiguous() for i in chosen],
             [_copy_or_empty(copies[i], device) for i in chosen] if copies is not None else [],
+            [column_scales[i].contiguous() for i in chosen] if column_scales is not None else [],
             [segments[i].shard.start for i in chosen],
             [segments[i].shard.columns for i in chosen],
             width,
@@ -91,7 +95,7 @@ def update(
             momentum,
             nesterov,
             precision,
-            "sign",
+            "sign" if column_scales is None else "l2",
         )
         kernels_run[_kernel_name(device)] += len(chosen)
         pending.append((tuple(segments[i].name for i in chosen), count))
@@ -105,6 +109,7 @@ def update(
             momentum=momentum,
             nesterov=nesterov,
             update_scale=update_scale,
+            column_scales=[column_scales[i] for i in plain] if column_scales is not None else None,
         )
         for i in plain:
             target = copies[i] if copies is not None else None

@@ -25,14 +25,25 @@ def sign(coefficients: Tensor) -> Tensor:
     return torch.where(coefficients.isfinite(), coefficients.sign(), math.nan)
 
 
+def scaled(coefficients: Tensor, column_scales: Tensor) -> Tensor:
+    """Coefficients times the scale of their column (Dobb-l2), `[rows, blocks, b]` from the same and `[blocks, b]`.
+
+    A product that is not finite gives NaN.
+    """
+    products = coefficients * column_scales
+    return torch.where(products.isfinite(), products, math.nan)
+
+
 def reconstruct(signs: Tensor, basis: Tensor) -> Tensor:
     """The direction `S_j Q_j^T`, `[rows, blocks, b]`. The raw update `O` of Table 9 is this over `sqrt(m)`."""
     return torch.einsum("rjd,jcd->rjc", signs, basis)
 
 
-def direction(momentum: Tensor, basis: Tensor) -> Tensor:
-    """`sign(M_j Q_j) Q_j^T` for a rectangle of blocks."""
-    return reconstruct(sign(project(momentum, basis)), basis)
+def direction(momentum: Tensor, basis: Tensor, column_scales: Tensor | None = None) -> Tensor:
+    """`sign(M_j Q_j) Q_j^T` for a rectangle of blocks; with `column_scales` `[blocks, b]` these instead of the sign."""
+    coefficients = project(momentum, basis)
+    kept = sign(coefficients) if column_scales is None else scaled(coefficients, column_scales)
+    return reconstruct(kept, basis)
 
 
 def step_scale(rows: int, columns: int, update_scale: float) -> float:
@@ -97,6 +108,7 @@ def update(
     momentum: float,
     nesterov: bool,
     update_scale: float,
+    column_scales: Sequence[Tensor] | None = None,
 ) -> None:
     """One step of every segment, in place (DESIGN, section 2).
 
@@ -113,10 +125,13 @@ def update(
         momentum: `mu`.
         nesterov: project `mu M + (1 - mu) G` instead of `M`.
         update_scale: `tau`.
+        column_scales: for Dobb-l2, one tensor `[held, b]` for each segment: coefficients are multiplied by it instead
+            of taking their sign.
 
     Callers refuse non-finite gradients first, with `check_finite`: a NaN would stay in the momentum for ever.
     """
-    for segment, gradient in zip(segments, gradients, strict=True):
+    scales = column_scales if column_scales is not None else [None] * len(segments)
+    for segment, gradient, column_scale in zip(segments, gradients, scales, strict=True):
         gradient = gradient.float()
         segment.momentum.lerp_(gradient, 1 - momentum)
         source = segment.momentum.lerp(gradient, 1 - momentum) if nesterov else segment.momentum
@@ -127,5 +142,7 @@ def update(
         for piece in segment.shard.pieces():
             first = held.index(piece.first_block)
             rectangle = (piece.offset, piece.rows, piece.blocks)
-            step = direction(segment.rectangle(source, *rectangle), basis[first : first + piece.blocks])
+            blocks = slice(first, first + piece.blocks)
+            of_blocks = column_scale[blocks] if column_scale is not None else None
+            step = direction(segment.rectangle(source, *rectangle), basis[blocks], of_blocks)
             segment.rectangle(segment.weight, *rectangle).add_(step.to(segment.weight.dtype), alpha=-scale)

@@ -13,6 +13,10 @@ DOBB_TARGET_AVX2
 #define DOBB_ISA avx2
 #include "vector_avx2.h"
 //
+#include "update_scratch.h"
+//
+#include "reconstruct_kernel.h"
+//
 #include "update_kernel.h"
 //
 #include "gram_kernel.h"

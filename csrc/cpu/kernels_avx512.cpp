@@ -13,6 +13,10 @@ DOBB_TARGET_AVX512
 #define DOBB_ISA avx512
 #include "vector_avx512.h"
 //
+#include "update_scratch.h"
+//
+#include "reconstruct_kernel.h"
+//
 #include "update_kernel.h"
 //
 #include "gram_kernel.h"

@@ -7,6 +7,10 @@
 #define DOBB_ISA plain
 #include "vector_plain.h"
 //
+#include "update_scratch.h"
+//
+#include "reconstruct_kernel.h"
+//
 #include "update_kernel.h"
 //
 #include "gram_kernel.h"

@@ -46,12 +46,12 @@ std::int64_t run(const UpdateArguments& a) {
 }
 
 at::Tensor update(at::TensorList weights, at::TensorList gradients, at::TensorList momenta, at::TensorList bases,
-                  at::TensorList copies, at::IntArrayRef starts, at::IntArrayRef columns, std::int64_t width,
-                  at::ArrayRef<double> scales, double decay, double momentum, bool nesterov, std::string_view precision,
-                  std::string_view norm) {
-    const UpdateArguments arguments = check_update(
-        {weights, gradients, momenta, bases, copies, starts, columns, width, scales, decay, momentum, nesterov, true},
-        precision, norm);
+                  at::TensorList copies, at::TensorList column_scales, at::IntArrayRef starts, at::IntArrayRef columns,
+                  std::int64_t width, at::ArrayRef<double> scales, double decay, double momentum, bool nesterov,
+                  std::string_view precision, std::string_view norm) {
+    const UpdateArguments arguments = check_update({weights, gradients, momenta, bases, copies, column_scales, starts,
+                                                    columns, width, scales, decay, momentum, nesterov, true},
+                                                   precision, norm);
     at::Tensor count = no_bad_coefficients(weights);
     *count.mutable_data_ptr<std::int64_t>() = run(arguments);
     return count;

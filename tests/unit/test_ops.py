@@ -9,18 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from update_cases import SETTINGS, Case, cases, check_against_float64, copied, in_float64, segment, signs_of
 
 from megatron_dobb import extension, ops, reference
 from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError, UnsupportedError
-from megatron_dobb.reference import Segment
 
 _C = extension.load().module
 needs_extension = pytest.mark.skipif(_C is None, reason=f"no extension: {extension.load().reason}")
 KERNELS = _C.supported_cpu_kernels() if _C is not None else []
-WIDTHS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 40, 48, 64, 65, 100, 128, 176]
-SETTINGS = {"learning_rate": 0.03, "weight_decay": 0.1, "momentum": 0.95, "nesterov": False, "update_scale": 0.2}
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 @pytest.fixture(autouse=True)
@@ -28,129 +25,6 @@ def _first_kernel_afterwards():
     yield
     if _C is not None:
         _C.choose_cpu_kernel(KERNELS[0])
-
-
-@dataclasses.dataclass
-class Case:
-    segments: list[Segment]
-    gradients: list[torch.Tensor]
-
-
-def misaligned(values, dtype, by):
-    """A contiguous copy that begins `by` elements after an aligned address."""
-    memory = torch.empty(values.numel() + by, dtype=dtype)
-    memory[by:] = values.flatten()
-    return memory[by:]
-
-
-def segment(shard, *, seed, dtypes=(torch.float32,) * 3, by=0, rows=None):
-    """A random segment and its gradient; `dtypes` are those of gradient, momentum and basis."""
-    generator = torch.Generator().manual_seed(seed)
-    gradient_dtype, momentum_dtype, basis_dtype = dtypes
-    held, width = len(shard.held_blocks()), shard.width
-    rows = rows or max(1, -(-shard.end // shard.columns))
-    weight, momentum, gradient = torch.randn(3, shard.numel, generator=generator)
-    basis = torch.linalg.qr(torch.randn(held, width, width, generator=generator)).Q.contiguous()
-    made = Segment(
-        f"weight{seed}",
-        shard,
-        rows,
-        shard.columns,
-        misaligned(weight, torch.float32, by),
-        misaligned(momentum, momentum_dtype, by),
-        misaligned(basis, basis_dtype, by).view(held, width, width),
-    )
-    return made, misaligned(gradient, gradient_dtype, by)
-
-
-def copied(case):
-    segments = [
-        dataclasses.replace(s, weight=s.weight.clone(), momentum=s.momentum.clone(), basis=s.basis.clone())
-        for s in case.segments
-    ]
-    return Case(segments, case.gradients)
-
-
-@st.composite
-def shards(draw):
-    """Ranges of whole blocks: anywhere in a weight, of any length down to nothing."""
-    width, blocks, rows = draw(st.sampled_from(WIDTHS)), draw(st.integers(1, 6)), draw(st.integers(1, 40))
-    total = rows * blocks
-    first = draw(st.integers(0, total))
-    last = draw(st.one_of(st.just(min(first + 1, total)), st.just(total), st.integers(first, total)))
-    return Shard(first * width, last * width, blocks * width, width)
-
-
-@st.composite
-def cases(draw):
-    made = [
-        segment(
-            draw(shards()),
-            seed=draw(st.integers(0, 2**31)),
-            dtypes=draw(st.tuples(DTYPES, DTYPES, DTYPES)),
-            by=draw(st.integers(0, 3)),
-        )
-        for _ in range(draw(st.integers(0, 4)))
-    ]
-    return Case([s for s, _ in made], [g for _, g in made])
-
-
-def in_float64(old, gradient, options):
-    """Momentum, coefficients, rounding bounds of these, and the function from signs to weights, all in float64."""
-    mu = options["momentum"]
-    momentum, g = old.momentum.double(), gradient.double()
-    momentum = mu * momentum + (1 - mu) * g
-    source = mu * momentum + (1 - mu) * g if options["nesterov"] else momentum
-    coefficients, bounds = torch.zeros_like(source), torch.zeros_like(source)
-    basis, held = old.basis.double(), old.shard.held_blocks()
-    pieces = [(p, basis[held.index(p.first_block) :][: p.blocks]) for p in old.shard.pieces()]
-    for piece, q in pieces:
-        place = (piece.offset, piece.rows, piece.blocks)
-        old.rectangle(coefficients, *place).copy_(reference.project(old.rectangle(source, *place), q))
-        size = reference.project(old.rectangle(source, *place).abs() + 1, q.abs())
-        old.rectangle(bounds, *place).copy_(size * (old.shard.width + 8) * 2.0**-23)
-
-    def weights(signs):
-        scale = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
-        new = old.weight.double() * (1 - options["learning_rate"] * options["weight_decay"])
-        for piece, q in pieces:
-            place = (piece.offset, piece.rows, piece.blocks)
-            old.rectangle(new, *place).sub_(scale * reference.reconstruct(old.rectangle(signs, *place), q))
-        return new
-
-    return momentum, coefficients, bounds, weights
-
-
-def signs_of(old, new, options):
-    """The signs that the new weight was built from, by projecting the step on the basis. In float64."""
-    scale = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
-    kept = old.weight.double() * (1 - options["learning_rate"] * options["weight_decay"])
-    direction = (kept - new.double()) / scale
-    basis, held = old.basis.double(), old.shard.held_blocks()
-    signs = torch.zeros_like(direction)
-    for piece in old.shard.pieces():
-        place = (piece.offset, piece.rows, piece.blocks)
-        q = basis[held.index(piece.first_block) :][: piece.blocks]
-        projected = torch.linalg.solve(q[None], old.rectangle(direction, *place).unsqueeze(-1)).squeeze(-1)
-        old.rectangle(signs, *place).copy_(projected)
-    # S Q^T solved for S with Q S^T = direction^T: rows of S are solutions, since O_r = Q s_r.
-    return signs
-
-
-def check_against_float64(before, after, options):
-    for old, new, gradient in zip(before.segments, after.segments, before.gradients, strict=True):
-        momentum, coefficients, bounds, weights = in_float64(old, gradient, options)
-        tolerance = 1e-6 if new.momentum.dtype == torch.float32 else 2**-8
-        torch.testing.assert_close(new.momentum.double(), momentum, rtol=tolerance, atol=tolerance)
-        found = signs_of(old, new.weight, options)
-        signs = found.round()
-        assert (found - signs).abs().max().item() < 0.1 if found.numel() else True
-        assert (signs.abs() <= 1).all()
-        sure = coefficients.abs() > bounds
-        assert torch.equal(signs[sure], coefficients.sign()[sure])
-        expected = weights(signs)
-        step = (expected - old.weight.double()).norm()
-        assert (new.weight.double() - expected).norm() <= 1e-5 * step + 2**-23 * old.weight.double().norm()
 
 
 @needs_extension
@@ -302,6 +176,7 @@ def arguments(**changes):
         "momenta": [made.momentum],
         "bases": [made.basis],
         "copies": [],
+        "column_scales": [],
         "starts": [0],
         "columns": [2 * width],
         "width": width,
@@ -318,6 +193,7 @@ def arguments(**changes):
 @needs_extension
 def test_the_op_obeys_the_rules_of_the_dispatcher():
     torch.library.opcheck(torch.ops.dobb.update.default, arguments())
+    torch.library.opcheck(torch.ops.dobb.update.default, arguments(norm="l2", column_scales=[torch.rand(2, 8)]))
 
 
 @needs_extension
@@ -351,7 +227,17 @@ def test_a_compiled_function_gives_the_same_as_the_plain_one():
         ({"width": 0}, r"width is 0, expected a block width of at least 1"),
         ({"copies": [torch.zeros(48)]}, r"copies\[0\] is Float, expected bf16"),
         ({"precision": "fp8"}, r"precision is 'fp8', expected 'exact' or 'bf16'"),
-        ({"norm": "l1"}, r"norm is 'l1', expected 'sign'"),
+        ({"norm": "l1"}, r"norm is 'l1', expected 'sign' or 'l2'"),
+        ({"norm": "l2"}, r"column_scales has 0 entries, expected 1, one for each of weights"),
+        (
+            {"column_scales": [torch.ones(2, 8)]},
+            r"column_scales has 1 entries, expected none for norm .sign.",
+        ),
+        (
+            {"norm": "l2", "column_scales": [torch.ones(3, 8)]},
+            r"column_scales\[0\] has shape \[3, 8\].*\[2, 8\] for",
+        ),
+        ({"norm": "l2", "column_scales": [torch.ones(2, 8).half()]}, r"column_scales\[0\] is Half, expected fp32"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_was_expected(changes, message):
