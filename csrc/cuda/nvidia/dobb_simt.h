@@ -12,6 +12,7 @@
 #include <string>
 
 #define DOBB_DEVICE __device__ __forceinline__
+#define DOBB_HOST_DEVICE __host__ __device__ inline
 #define DOBB_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define DOBB_UNROLL _Pragma("unroll")
 

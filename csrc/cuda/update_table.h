@@ -1,0 +1,46 @@
+// What the CUDA kernels of the update know of a segment, one entry of a table in the GPU's memory. Without PyTorch.
+//
+// The segment's elements are chunks of one block width. A chunk's block is its number in its row; the chunks of one
+// block lie one row apart. A tile is up to kTileRows such chunks, and tiles are numbered through the whole table: all
+// row tiles of a segment's first held block, then of its second, and so on.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../segment.h"
+
+namespace dobb::cuda {
+
+constexpr int kTileRows = 16;  // rows of one tensor-core product
+
+struct Entry {
+    float* weight;
+    const void* gradient;
+    void* momentum;
+    const void* basis;
+    std::uint16_t* copy;
+    const float* column_scales;
+    std::int64_t first_tile;   // number of its first tile in the table
+    std::int64_t chunks;       // in the segment
+    std::int32_t blocks;       // in one row of the weight
+    std::int32_t first_block;  // of the first chunk
+    std::int32_t head, shift;  // see HeldBlocks
+    std::int32_t held;         // number of bases
+    std::int32_t row_tiles;    // for each held block; the last can be empty
+    float scale;
+    std::uint8_t gradient_is_bf16, momentum_is_bf16, basis_is_bf16;
+};
+
+struct Table {
+    std::vector<Entry> entries;
+    std::int64_t tiles = 0;
+};
+
+// Whether four neighbouring columns, from a multiple of four on, can be read and written at once.
+bool is_aligned(const Segment& segment, std::int64_t width);
+
+// Entries of segments that are not empty.
+Table make_table(const std::vector<Segment>& segments, std::int64_t width);
+
+}  // namespace dobb::cuda
