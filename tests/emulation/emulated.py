@@ -1,0 +1,251 @@
+"""CUDA kernels on the CPU: builds the harness from csrc/cuda and the emulation, and calls it with tensors.
+
+An operation is a C++ function of named buffers and numbers (`harness.h`) and a Python function that calls `run`. To
+add one, write both; the build takes every .cpp file of this folder and every .cu file of csrc/cuda.
+"""
+
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
+INCLUDE = ["-I", str(HERE / "include"), "-I", str(ROOT / "csrc" / "cuda")]
+SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+
+
+class EmulationError(Exception):
+    """A defect of a kernel that the emulation or a sanitizer found."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order in which threads run; numbered as `Order` in dobb_simt.h."""
+
+    order: int
+    seed: int = 0
+
+
+FORWARD, BACKWARD, ROTATING = Schedule(0), Schedule(1), Schedule(2)
+SCHEDULES = (FORWARD, BACKWARD, ROTATING, Schedule(3, 1), Schedule(3, 2))
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a kernel's launcher is told of the GPU."""
+
+    multiprocessors: int = 3
+    resident_blocks: int = 2
+    most_shared_memory: int = 227 * 1024
+
+
+@dataclass
+class Misaligned:
+    """A tensor that the kernel finds `bytes` after a multiple of 16."""
+
+    tensor: Tensor
+    bytes: int
+
+
+Argument = Tensor | Misaligned | Sequence[Tensor | Misaligned]
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler, as the build of the extension finds it."""
+    return os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+
+
+def build(folder: Path) -> Path:
+    """Compile the harness, with sanitizers where the compiler has them.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    compiler = (find_compiler() or "").split()
+    sanitizers = SANITIZERS if _links(compiler, SANITIZERS, folder) else []
+    sources = sorted(HERE.glob("*.cpp")) + sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+
+    def compiled(source: Path) -> Path:
+        target = folder / f"{source.name}.o"
+        _run([*compiler, *FLAGS, *sanitizers, *INCLUDE, "-x", "c++", "-c", str(source), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        objects = list(pool.map(compiled, sources))
+    program = folder / "harness"
+    _run([*compiler, *sanitizers, *map(str, objects), "-o", str(program)])
+    return program
+
+
+class Harness:
+    """A process that runs the kernels. One that a sanitizer ended is started anew."""
+
+    def __init__(self, program: Path, errors: Path):
+        self._program = program
+        self._errors = errors
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait(timeout=60)
+            self._process.stdout.close()
+            self._process = None
+
+    def run(
+        self,
+        operation: str,
+        buffers: Mapping[str, Argument] | None = None,
+        integers: Mapping[str, int | Sequence[int]] | None = None,
+        numbers: Mapping[str, float | Sequence[float]] | None = None,
+        *,
+        changed: Sequence[str] = (),
+        device: Device | None = None,
+        schedules: Sequence[Schedule] = SCHEDULES,
+    ) -> None:
+        """Run an operation under several schedules, and change the tensors named in `changed` as it does.
+
+        Args:
+            operation: its name in C++.
+            buffers: tensors, or lists of tensors that C++ finds as `name[0]`, `name[1]`, ...; contiguous, but for
+                those with strides, whose whole storage from their first entry on is sent.
+            integers: numbers or lists of them.
+            numbers: the same for floating point numbers.
+            changed: names of buffers that the operation writes; contiguous tensors.
+            device: what the launcher is told.
+            schedules: every one must give the same bits.
+
+        Raises:
+            EmulationError: with the report of the emulation or of a sanitizer, or if the schedules' results differ.
+        """
+        named = _flatten(buffers or {})
+        wanted = [name for name in named if name.partition("[")[0] in changed]
+        settings = device or Device()
+        first: dict[str, bytes] = {}
+        for schedule in schedules:
+            all_integers = {
+                **(integers or {}),
+                "device.order": schedule.order,
+                "device.seed": schedule.seed,
+                "device.multiprocessors": settings.multiprocessors,
+                "device.resident_blocks": settings.resident_blocks,
+                "device.most_shared_memory": settings.most_shared_memory,
+            }
+            call = b"".join(
+                [
+                    _string(operation),
+                    _lists(all_integers, "q"),
+                    _lists(numbers or {}, "d"),
+                    struct.pack("=q", len(named)),
+                    *(_string(name) + struct.pack("=q", m.bytes) + _sized(m.tensor) for name, m in named.items()),
+                ]
+            )
+            found = self._call(call, {name: len(_bytes(m.tensor)) for name, m in named.items()})
+            for name in wanted:
+                if found[name] != first.setdefault(name, found[name]):
+                    raise EmulationError(
+                        f"a race: {operation} leaves different bits in {name} under {schedules[0]} and {schedule}; "
+                        f"{_first_difference(first[name], found[name])}"
+                    )
+        for name in wanted:
+            tensor = named[name].tensor
+            if tensor.numel():
+                tensor.copy_(torch.frombuffer(bytearray(first[name]), dtype=tensor.dtype).view_as(tensor))
+
+    def _call(self, call: bytes, sizes: Mapping[str, int]) -> dict[str, bytes]:
+        process = self._start()
+        try:
+            process.stdin.write(call)
+            process.stdin.flush()
+            message = self._read(struct.unpack("=q", self._read(8))[0]).decode()
+            if message:
+                raise EmulationError(message)
+            return {name: self._read(sizes[name]) for name in sorted(sizes)}
+        except (BrokenPipeError, EOFError):
+            code = process.wait(timeout=60)
+            process.stdout.close()
+            self._process = None
+            report = self._errors.read_text(errors="replace")
+            raise EmulationError(f"the harness ended with code {code}:\n{report[:6000]}") from None
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        if self._process is None:
+            with self._errors.open("wb") as errors:
+                self._process = subprocess.Popen(
+                    [str(self._program)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env={**os.environ, **SANITIZER_OPTIONS},
+                )
+        return self._process
+
+    def _read(self, size: int) -> bytes:
+        found = self._process.stdout.read(size)
+        if len(found) < size:
+            raise EOFError
+        return found
+
+
+def _flatten(buffers: Mapping[str, Argument]) -> dict[str, Misaligned]:
+    named: dict[str, Misaligned] = {}
+    for name, value in buffers.items():
+        entries = [(name, value)]
+        if not isinstance(value, Tensor | Misaligned):
+            entries = [(f"{name}[{i}]", entry) for i, entry in enumerate(value)]
+        for key, entry in entries:
+            named[key] = entry if isinstance(entry, Misaligned) else Misaligned(entry, 0)
+    return named
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """From the tensor's first entry to its last one, with what its strides skip."""
+    if tensor.numel() == 0:
+        return b""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((span,), (1,)).view(torch.uint8).numpy().tobytes()
+
+
+def _sized(tensor: Tensor) -> bytes:
+    data = _bytes(tensor)
+    return struct.pack("=q", len(data)) + data
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("=q", len(text)) + text.encode()
+
+
+def _lists(values: Mapping[str, float | Sequence[float]], kind: str) -> bytes:
+    parts = [struct.pack("=q", len(values))]
+    for name, value in values.items():
+        entries = [value] if isinstance(value, int | float) else list(value)
+        parts += [_string(name), struct.pack("=q", len(entries)), struct.pack(f"={len(entries)}{kind}", *entries)]
+    return b"".join(parts)
+
+
+def _first_difference(a: bytes, b: bytes) -> str:
+    differing = [i for i in range(len(a)) if a[i] != b[i]]
+    return f"{len(differing)} of {len(a)} bytes differ, the first at byte {differing[0]}"
+
+
+def _links(compiler: Sequence[str], flags: Sequence[str], folder: Path) -> bool:
+    probe = folder / "probe.cc"
+    probe.write_text("int main() { return 0; }\n")
+    command = [*compiler, *flags, str(probe), "-o", str(folder / "probe")]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with code {result.returncode}:\n{result.stderr[-6000:]}")

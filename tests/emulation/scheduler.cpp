@@ -1,0 +1,298 @@
+// Runs the blocks of a grid one after the other, the threads of a block as fibers that stop where they must meet.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+
+#include "fiber.h"
+#include "warp.h"
+
+namespace dobb::simt::emulation {
+
+Device device;
+Position position;
+
+namespace {
+
+constexpr int kMostThreads = 1024;
+constexpr int kNotInitialized = 0xff;  // of every byte: NaN in fp32, bf16 and fp16
+
+enum class State { kReady, kWaiting, kReturned };
+
+struct Copy {
+    void* shared;
+    const void* global;
+};
+
+struct Thread {
+    Fiber fiber;
+    bool usable = false;  // its fiber waits for the next block, and is not somewhere in an abandoned kernel
+    State state = State::kReturned;
+    Operation operation{};
+    void* argument = nullptr;
+    Site site;
+    std::vector<Copy> copies;               // not committed yet
+    std::vector<std::vector<Copy>> groups;  // committed, the oldest first
+};
+
+struct Scheduler {
+    Fiber host;
+    std::vector<std::unique_ptr<Thread>> threads;
+    std::vector<bool> ready;
+    std::minstd_rand chance;
+    const std::function<void()>* body = nullptr;
+    Grid grid{};
+    bool running = false;
+    std::string fault;
+};
+
+Scheduler scheduler;
+
+Thread& current() { return *scheduler.threads[static_cast<std::size_t>(position.thread)]; }
+
+std::string describe(const Site& site) {
+    const char* slash = std::strrchr(site.file_name(), '/');
+    return std::string(slash != nullptr ? slash + 1 : site.file_name()) + ":" + std::to_string(site.line());
+}
+
+bool same(const Site& a, const Site& b) {
+    return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+}
+
+bool same(const Thread& a, const Thread& b) {
+    return a.state == b.state && (a.state != State::kWaiting || (a.operation == b.operation && same(a.site, b.site)));
+}
+
+const char* name(Operation operation) {
+    switch (operation) {
+        case Operation::kBarrier:
+            return "barrier";
+        case Operation::kWarpBarrier:
+            return "warp_barrier";
+        case Operation::kShuffle:
+            return "shuffle_xor";
+        case Operation::kLoadMatrices:
+            return "load_matrices";
+        case Operation::kLoadMatricesTransposed:
+            return "load_matrices_transposed";
+        case Operation::kMultiplyAddBf16:
+            return "multiply_add_bf16";
+        case Operation::kMultiplyAddFp16:
+            return "multiply_add_fp16";
+    }
+    return "unknown";
+}
+
+std::string where() {
+    return "block " + std::to_string(position.block) + " of the kernel launched at " + describe(scheduler.grid.site);
+}
+
+// Which threads wait where, as ranges of neighbours that do the same.
+std::string divergence() {
+    std::ostringstream text;
+    text << "divergence in " << where() << ": ";
+    const int count = scheduler.grid.threads;
+    for (int first = 0; first < count;) {
+        const Thread& thread = *scheduler.threads[static_cast<std::size_t>(first)];
+        int last = first;
+        while (last + 1 < count && same(*scheduler.threads[static_cast<std::size_t>(last + 1)], thread)) ++last;
+        text << (first > 0 ? ", " : "") << (first == last ? "thread " : "threads ") << first;
+        if (last > first) text << "-" << last;
+        if (thread.state == State::kReturned)
+            text << " returned";
+        else
+            text << (first == last ? " waits" : " wait") << " at " << name(thread.operation) << " ("
+                 << describe(thread.site) << ")";
+        first = last + 1;
+    }
+    text << "; all threads of a block must meet at one barrier, all lanes of a warp at one warp-wide operation";
+    return text.str();
+}
+
+void fiber_main() {
+    Fiber::arrived(scheduler.host);
+    while (true) {
+        Thread& thread = current();
+        try {
+            (*scheduler.body)();
+        } catch (const std::exception& error) {
+            scheduler.fault = error.what();
+        }
+        thread.state = State::kReturned;
+        thread.usable = true;
+        thread.fiber.switch_to(scheduler.host);
+    }
+}
+
+// The thread to run next, or -1 if none can.
+int choose(int previous) {
+    const int count = scheduler.grid.threads;
+    int start = 0;
+    if (device.order == Order::kRotating) start = (previous / kWarp + 1) * kWarp % count;
+    if (device.order == Order::kShuffled) start = static_cast<int>(scheduler.chance() % static_cast<unsigned>(count));
+    for (int i = 0; i < count; ++i) {
+        const int thread = device.order == Order::kBackward ? count - 1 - i : (start + i) % count;
+        if (scheduler.ready[static_cast<std::size_t>(thread)]) return thread;
+    }
+    return -1;
+}
+
+bool all_wait_as_first(int first, int count) {
+    Thread& model = *scheduler.threads[static_cast<std::size_t>(first)];
+    for (int i = first; i < first + count; ++i)
+        if (!same(*scheduler.threads[static_cast<std::size_t>(i)], model)) return false;
+    return model.state == State::kWaiting;
+}
+
+void release(int first, int count) {
+    for (int i = first; i < first + count; ++i) {
+        scheduler.threads[static_cast<std::size_t>(i)]->state = State::kReady;
+        scheduler.ready[static_cast<std::size_t>(i)] = true;
+    }
+}
+
+// Lets go on those that waited for the thread that has just stopped.
+void complete(int stopped, int& at_barrier, std::vector<int>& waiting_lanes) {
+    const Thread& thread = *scheduler.threads[static_cast<std::size_t>(stopped)];
+    if (thread.state != State::kWaiting) return;
+    if (thread.operation == Operation::kBarrier) {
+        if (++at_barrier == scheduler.grid.threads && all_wait_as_first(0, at_barrier)) {
+            at_barrier = 0;
+            release(0, scheduler.grid.threads);
+        }
+        return;
+    }
+    const int warp = stopped / kWarp;
+    int& waiting = waiting_lanes[static_cast<std::size_t>(warp)];
+    if (++waiting < kWarp || !all_wait_as_first(warp * kWarp, kWarp)) return;
+    void* arguments[kWarp];
+    for (int lane = 0; lane < kWarp; ++lane)
+        arguments[lane] = scheduler.threads[static_cast<std::size_t>(warp * kWarp + lane)]->argument;
+    run_for_warp(thread.operation, arguments);
+    waiting = 0;
+    release(warp * kWarp, kWarp);
+}
+
+void run_block(int block) {
+    const Grid& grid = scheduler.grid;
+    // From the heap, of the exact size and anew for each block: the address sanitizer watches its ends.
+    const std::unique_ptr<void, decltype(&std::free)> shared(std::malloc(grid.shared_bytes), &std::free);
+    std::memset(shared.get(), kNotInitialized, grid.shared_bytes);
+    position = {0, grid.threads, block, grid.blocks, static_cast<std::byte*>(shared.get()), grid.shared_bytes};
+    for (int i = 0; i < grid.threads; ++i) {
+        Thread& thread = *scheduler.threads[static_cast<std::size_t>(i)];
+        if (!thread.usable) thread.fiber.prepare(&fiber_main);
+        thread.usable = false;
+        thread.copies.clear();
+        thread.groups.clear();
+    }
+    release(0, grid.threads);
+    int at_barrier = 0, running = 0;
+    std::vector<int> waiting_lanes(static_cast<std::size_t>(grid.threads / kWarp), 0);
+    while ((running = choose(running)) >= 0) {
+        Thread& thread = *scheduler.threads[static_cast<std::size_t>(running)];
+        scheduler.ready[static_cast<std::size_t>(running)] = false;
+        position.thread = running;
+        scheduler.host.switch_to(thread.fiber);
+        if (!scheduler.fault.empty()) throw std::runtime_error(scheduler.fault);
+        complete(running, at_barrier, waiting_lanes);
+    }
+    for (int i = 0; i < grid.threads; ++i)
+        if (scheduler.threads[static_cast<std::size_t>(i)]->state != State::kReturned)
+            throw std::runtime_error(divergence());
+}
+
+void check(const Grid& grid) {
+    const std::string at = "launch at " + describe(grid.site) + ": ";
+    if (grid.blocks < 1) throw std::runtime_error(at + std::to_string(grid.blocks) + " blocks, expected at least 1");
+    if (grid.threads < kWarp || grid.threads > kMostThreads || grid.threads % kWarp != 0)
+        throw std::runtime_error(at + std::to_string(grid.threads) +
+                                 " threads in a block, expected a multiple of 32 up to 1024");
+    if (grid.shared_bytes > device.most_shared_memory)
+        throw std::runtime_error(at + std::to_string(grid.shared_bytes) + " bytes of shared memory, expected at most " +
+                                 std::to_string(device.most_shared_memory));
+}
+
+}  // namespace
+
+void meet(Operation operation, void* argument, const Site& site) {
+    Thread& thread = current();
+    thread.state = State::kWaiting;
+    thread.operation = operation;
+    thread.argument = argument;
+    thread.site = site;
+    thread.fiber.switch_to(scheduler.host);
+}
+
+void fault(const std::string& message, const Site& site) {
+    scheduler.fault =
+        message + " at " + describe(site) + ", thread " + std::to_string(position.thread) + " of " + where();
+    current().fiber.switch_to(scheduler.host);
+    std::abort();  // nobody switches back
+}
+
+void check_aligned(const void* address, std::size_t bytes, const char* what, const Site& site) {
+    const std::size_t off = reinterpret_cast<std::uintptr_t>(address) % bytes;
+    if (off != 0)
+        fault(std::string(what) + " of " + std::to_string(bytes) + " bytes at an address that is " +
+                  std::to_string(off) + " off its alignment",
+              site);
+}
+
+void check_shared(const void* address, std::size_t bytes, const char* what, const Site& site) {
+    const auto from = reinterpret_cast<std::uintptr_t>(address),
+               begin = reinterpret_cast<std::uintptr_t>(position.shared);
+    if (from < begin || from + bytes > begin + position.shared_bytes)
+        fault(std::string(what) + " outside of shared memory: bytes " +
+                  std::to_string(static_cast<std::int64_t>(from - begin)) + " to " +
+                  std::to_string(static_cast<std::int64_t>(from - begin + bytes)) + " of " +
+                  std::to_string(position.shared_bytes),
+              site);
+}
+
+void add_copy(void* shared, const void* global, const Site& site) {
+    check_aligned(shared, 16, "copy_async", site);
+    check_aligned(global, 16, "copy_async", site);
+    check_shared(shared, 16, "copy_async", site);
+    Quad probe;
+    std::memcpy(&probe, global, sizeof(probe));          // out of bounds is found here, where the kernel asks for it
+    std::memset(shared, kNotInitialized, sizeof(Quad));  // until the wait it is neither the old nor the new
+    current().copies.push_back({shared, global});
+}
+
+void commit_copies() {
+    Thread& thread = current();
+    thread.groups.push_back(std::move(thread.copies));
+    thread.copies.clear();
+}
+
+void finish_copies(int pending) {
+    auto& groups = current().groups;
+    while (groups.size() > static_cast<std::size_t>(pending)) {
+        for (const Copy& copy : groups.front()) std::memcpy(copy.shared, copy.global, sizeof(Quad));
+        groups.erase(groups.begin());
+    }
+}
+
+void run(const Grid& grid, const std::function<void()>& thread) {
+    check(grid);
+    scheduler.grid = grid;
+    scheduler.body = &thread;
+    scheduler.fault.clear();
+    scheduler.chance.seed(device.seed + 1);
+    scheduler.ready.assign(static_cast<std::size_t>(grid.threads), false);
+    while (scheduler.threads.size() < static_cast<std::size_t>(grid.threads))
+        scheduler.threads.push_back(std::make_unique<Thread>());
+    std::vector<int> blocks(static_cast<std::size_t>(grid.blocks));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    if (device.order == Order::kBackward) std::reverse(blocks.begin(), blocks.end());
+    if (device.order == Order::kShuffled) std::shuffle(blocks.begin(), blocks.end(), scheduler.chance);
+    for (const int block : blocks) run_block(block);
+}
+
+}  // namespace dobb::simt::emulation
