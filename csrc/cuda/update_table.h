@@ -5,6 +5,8 @@
 // row tiles of a segment's first held block, then of its second, and so on.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -13,6 +15,7 @@
 namespace dobb::cuda {
 
 constexpr int kTileRows = 16;  // rows of one tensor-core product
+constexpr int kColumnsAtOnce = 4;
 
 struct Entry {
     float* weight;
@@ -37,10 +40,34 @@ struct Table {
     std::int64_t tiles = 0;
 };
 
+inline bool on_boundary(const void* pointer, std::size_t bytes) {
+    return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+}
+
 // Whether four neighbouring columns, from a multiple of four on, can be read and written at once.
-bool is_aligned(const Segment& segment, std::int64_t width);
+inline bool is_aligned(const Segment& s, std::int64_t width) {
+    return width % kColumnsAtOnce == 0 && on_boundary(s.weight, kColumnsAtOnce * 4) &&
+           on_boundary(s.gradient, kColumnsAtOnce * (s.gradient_is_bf16 ? 2 : 4)) &&
+           on_boundary(s.momentum, kColumnsAtOnce * (s.momentum_is_bf16 ? 2 : 4)) &&
+           on_boundary(s.copy, kColumnsAtOnce * 2);
+}
 
 // Entries of segments that are not empty.
-Table make_table(const std::vector<Segment>& segments, std::int64_t width);
+inline Table make_table(const std::vector<Segment>& segments, std::int64_t width) {
+    Table table;
+    for (const Segment& s : segments) {
+        const HeldBlocks held_blocks = HeldBlocks::of(s, width);
+        const std::int64_t blocks = s.columns / width, chunks = s.numel / width, held = std::min(blocks, chunks);
+        const std::int64_t rows = (chunks + blocks - 1) / blocks, row_tiles = (rows + kTileRows - 1) / kTileRows;
+        table.entries.push_back(
+            {s.weight, s.gradient, s.momentum, s.basis, s.copy, s.column_scales, table.tiles, chunks,
+             static_cast<std::int32_t>(blocks), static_cast<std::int32_t>(s.start / width % blocks),
+             static_cast<std::int32_t>(held_blocks.head), static_cast<std::int32_t>(held_blocks.shift),
+             static_cast<std::int32_t>(held), static_cast<std::int32_t>(row_tiles), s.scale, s.gradient_is_bf16,
+             s.momentum_is_bf16, s.basis_is_bf16});
+        table.tiles += held * row_tiles;
+    }
+    return table;
+}
 
 }  // namespace dobb::cuda

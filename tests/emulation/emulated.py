@@ -19,7 +19,7 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror"]
 INCLUDE = ["-I", str(HERE / "include"), "-I", str(ROOT / "csrc" / "cuda")]
 SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 

@@ -79,10 +79,11 @@ def cases(draw):
     return Case([s for s, _ in made], [g for _, g in made])
 
 
-def in_float64(old, gradient, options):
+def in_float64(old, gradient, options, rounding=0.0):
     """Momentum, coefficients, rounding bounds of these, and the function from kept coefficients to weights, in float64.
 
-    Kept coefficients are signs, or (Dobb-l2) products with the scales of their columns.
+    Kept coefficients are signs, or (Dobb-l2) products with the scales of their columns. `rounding` is the relative
+    error of a product beyond that of fp32.
     """
     mu = options["momentum"]
     momentum, g = old.momentum.double(), gradient.double()
@@ -95,7 +96,7 @@ def in_float64(old, gradient, options):
         place = (piece.offset, piece.rows, piece.blocks)
         old.rectangle(coefficients, *place).copy_(reference.project(old.rectangle(source, *place), q))
         size = reference.project(old.rectangle(source, *place).abs() + 1, q.abs())
-        old.rectangle(bounds, *place).copy_(size * (old.shard.width + 8) * 2.0**-23)
+        old.rectangle(bounds, *place).copy_(size * ((old.shard.width + 8) * 2.0**-23 + rounding))
 
     def weights(kept):
         scale = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
@@ -124,9 +125,9 @@ def signs_of(old, new, options):
     return signs
 
 
-def check_against_float64(before, after, options):
+def check_against_float64(before, after, options, rounding=0.0):
     for old, new, gradient in zip(before.segments, after.segments, before.gradients, strict=True):
-        momentum, coefficients, bounds, weights = in_float64(old, gradient, options)
+        momentum, coefficients, bounds, weights = in_float64(old, gradient, options, rounding)
         tolerance = 1e-6 if new.momentum.dtype == torch.float32 else 2**-8
         torch.testing.assert_close(new.momentum.double(), momentum, rtol=tolerance, atol=tolerance)
         found = signs_of(old, new.weight, options)

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #define DOBB_DEVICE inline
+#define DOBB_HOST_DEVICE inline
 #define DOBB_KERNEL(threads, blocks) void
 #define DOBB_UNROLL
 
