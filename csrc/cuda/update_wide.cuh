@@ -35,24 +35,24 @@ DOBB_DEVICE void for_each_four(const WideWork& work, Function function) {
     }
 }
 
-// Writes four values as one fp32 matrix, or as `count` bf16 terms.
-template <bool kAligned>
-DOBB_DEVICE void write_terms(const WideWork& work, std::int64_t at, const Four& four, int columns, int count) {
+// Writes four values as one fp32 matrix, or as `kTerms` bf16 terms.
+template <bool kAligned, int kTerms>
+DOBB_DEVICE void write_terms(const WideWork& work, std::int64_t at, const Four& four, int columns) {
     if (!work.entry.basis_is_bf16) {
         Columns<kAligned>::write(work.slab.terms[0], false, at, four, columns);
         return;
     }
-    Four terms[2];
+    Four terms[kTerms];
     DOBB_UNROLL for (int pair = 0; pair < 2; ++pair) {
-        std::uint32_t packed[2];
+        std::uint32_t packed[kTerms];
         split(four.x[2 * pair], four.x[2 * pair + 1], packed);
-        DOBB_UNROLL for (int term = 0; term < 2; ++term) {
+        DOBB_UNROLL for (int term = 0; term < kTerms; ++term) {
             terms[term].x[2 * pair] = simt::bits_to_float(packed[term] << 16);
             terms[term].x[2 * pair + 1] = simt::bits_to_float(packed[term] & 0xffff0000u);
         }
     }
-    Columns<kAligned>::write(work.slab.terms[0], true, at, terms[0], columns);
-    if (count == 2) Columns<kAligned>::write(work.slab.terms[1], true, at, terms[1], columns);
+    DOBB_UNROLL for (int term = 0; term < kTerms; ++term)
+        Columns<kAligned>::write(work.slab.terms[term], true, at, terms[term], columns);
 }
 
 template <bool kAligned>
@@ -68,7 +68,7 @@ wide_momentum(WideWork work) {
         const Four source =
             update_momentum(Access::to_floats(gradient, entry.gradient_is_bf16), momentum, work.settings);
         Access::write(entry.momentum, entry.momentum_is_bf16, at, momentum, inside);
-        write_terms<kAligned>(work, scratch, source, columns, 2);
+        write_terms<kAligned, 2>(work, scratch, source, columns);
     });
 }
 
@@ -91,7 +91,10 @@ wide_signs(WideWork work) {
                 signs.x[i] = finite ? sums.x[i] * work.entry.column_scales[std::int64_t{held} * width + column + i]
                                     : simt::bits_to_float(kNan);
         }
-        write_terms<kAligned>(work, scratch, signs, columns, work.entry.column_scales ? 2 : 1);
+        if (work.entry.column_scales)
+            write_terms<kAligned, 2>(work, scratch, signs, columns);
+        else
+            write_terms<kAligned, 1>(work, scratch, signs, columns);
     });
     add_to_counter(not_finite, work.not_finite);
 }
