@@ -98,16 +98,16 @@ at::Tensor update(at::TensorList weights, at::TensorList gradients, at::TensorLi
     const Settings settings = {width, static_cast<float>(decay), static_cast<float>(1 - momentum), nesterov};
     const Products products = {arguments.exact, norm == "l2"};
     auto* not_finite = reinterpret_cast<unsigned long long*>(count.mutable_data_ptr<std::int64_t>());
-    std::vector<Segment> fused;
+    std::vector<Segment> one_pass;
     for (const Segment& segment : segments)
-        if (fused_fits(width, products, segment.basis_is_bf16))
-            fused.push_back(segment);
+        if (fits_one_pass(segment, width, products))
+            one_pass.push_back(segment);
         else
             update_wide(segment, settings, arguments.exact, weights[0].options(), not_finite, stream);
-    if (!fused.empty()) {
+    if (!one_pass.empty()) {
         const at::Tensor table =
-            at::empty({static_cast<std::int64_t>(table_bytes(fused.size()))}, weights[0].options().dtype(at::kByte));
-        run_fused(fused, settings, products, table.mutable_data_ptr(), not_finite, stream);
+            at::empty({static_cast<std::int64_t>(table_bytes(one_pass.size()))}, weights[0].options().dtype(at::kByte));
+        run_one_pass(one_pass, settings, products, table.mutable_data_ptr(), not_finite, stream);
     }
     return count;
 }

@@ -14,12 +14,9 @@
 // output. The pitch of Q is an odd number of 16-byte units, so that eight rows lie in different banks.
 #pragma once
 
-#include "update_tile.cuh"
+#include "update_fragments.cuh"
 
 namespace dobb::cuda {
-
-constexpr int kFragment = 16;     // columns of one step
-constexpr int kPitchPadding = 8;  // entries
 
 // Which products a kernel makes. Each kernel is compiled for widths up to `kSteps` fragments.
 template <int kSteps_, int kMomentumTerms_, int kBasisTerms_, bool kUnitColumns_, bool kAligned_>
@@ -39,27 +36,11 @@ struct Variant {
     static constexpr int kResident = !kUsual ? 1 : kSteps <= 4 ? 4 : kSteps <= 8 ? 3 : kSteps <= 12 ? 2 : 1;
 };
 
-struct FusedWork {
-    const Entry* table;
-    int entries;
-    std::int64_t tiles;
-    Settings settings;
-    unsigned long long* not_finite;
-};
-
-DOBB_HOST_DEVICE int steps_of(std::int64_t width) { return static_cast<int>((width + kFragment - 1) / kFragment); }
-
-constexpr std::size_t kEntryBytes = 128;  // at the start of shared memory: the current entry, which few registers hold
-static_assert(sizeof(Entry) <= kEntryBytes);
-
 template <class V>
 std::size_t shared_bytes(std::int64_t width) {
     return kEntryBytes +
            static_cast<std::size_t>(steps_of(width)) * kFragment * V::kPitch * V::kBasisTerms * sizeof(std::uint16_t);
 }
-
-// Where row `row` of Q lies in shared memory.
-DOBB_DEVICE int permuted(int row) { return (row & ~15) | (row & 2) << 2 | (row & 12) >> 1 | (row & 1); }
 
 // Brings the basis of one block into shared memory, with zeros around it up to a multiple of 16.
 template <class V>
@@ -96,18 +77,6 @@ DOBB_DEVICE void load_basis(const Entry& entry, int held, int width, std::uint16
     simt::copy_async_commit();
     simt::copy_async_wait<0>();
 }
-
-// What a lane of a warp holds of its tile: rows `lane / 4` and `lane / 4 + 8`, columns from 4 (lane % 4) of each 16.
-struct Tile {
-    std::int64_t at[2];  // first element of each row
-    bool inside[2];
-    int width, steps, lane_column;
-
-    DOBB_DEVICE int columns(int row, int step) const {
-        return inside[row] ? width - step * kFragment - lane_column : 0;
-    }
-    DOBB_DEVICE std::int64_t position(int row, int step) const { return at[row] + step * kFragment + lane_column; }
-};
 
 struct Inputs {
     Raw gradient[2], momentum[2];
@@ -242,7 +211,7 @@ DOBB_DEVICE void reconstruct(const Entry& entry, const Tile& tile, float decay, 
 
 template <class V>
 DOBB_KERNEL(V::kThreads, V::kResident)
-fused_update(FusedWork work) {
+fused_update(OnePass work) {
     Entry& entry = *reinterpret_cast<Entry*>(simt::shared_memory());
     auto* basis = reinterpret_cast<std::uint16_t*>(simt::shared_memory() + kEntryBytes);
     const int warp = simt::thread_index() / simt::kWarp, warps = simt::thread_count() / simt::kWarp;
@@ -264,12 +233,7 @@ fused_update(FusedWork work) {
         simt::barrier();
         for (std::int64_t i = first + warp; i < last; i += warps) {
             if (i * kTileRows >= rows.number) break;
-            Tile t = {{}, {}, width, steps_of(width), lane % 4 * 4};
-            DOBB_UNROLL for (int half = 0; half < 2; ++half) {
-                const std::int64_t row = i * kTileRows + lane / 4 + 8 * half;
-                t.inside[half] = row < rows.number;
-                t.at[half] = (rows.first + row * entry.blocks) * width;
-            }
+            const Tile t = tile_of(entry, rows, i * kTileRows, width);
             std::uint32_t signs[V::kSignTerms][V::kSteps][4];
             {
                 float sums[2 * V::kSteps][4];
@@ -287,7 +251,7 @@ fused_update(FusedWork work) {
 
 // Explicit instances are shared out to several files, which compile side by side.
 template <class V>
-void launch_fused(const FusedWork& work, simt::Stream stream) {
+void launch_fused(const OnePass& work, simt::Stream stream) {
     const std::size_t bytes = shared_bytes<V>(work.settings.width);
     const std::int64_t resident = simt::resident_blocks(&fused_update<V>, V::kThreads, bytes);
     constexpr std::int64_t kWarps = V::kThreads / simt::kWarp;

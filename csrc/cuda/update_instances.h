@@ -1,14 +1,17 @@
-// The compiled variants of the one-pass update: block widths up to 16 times each of these numbers.
+// The compiled variants of the one-pass kernels: block widths up to 16 times each of these numbers.
 #pragma once
 
 #include "update_fused.cuh"
+#include "update_streamed.cuh"
 
 // The usual ones: signs of a bf16 basis, four columns at a time. And all others.
 #define DOBB_USUAL_STEPS 1, 2, 3, 4, 6, 8, 12, 16
 #define DOBB_OTHER_STEPS 2, 4, 8, 16
+// Signs of a bf16 basis that streams, four columns at a time.
+#define DOBB_STREAMED_STEPS 20, 26, 32
 
 #define DOBB_INSTANCE(qualifier, ...) \
-    qualifier template void launch_fused<Variant<__VA_ARGS__>>(const FusedWork&, simt::Stream);
+    qualifier template void launch_fused<Variant<__VA_ARGS__>>(const OnePass&, simt::Stream);
 
 #define DOBB_USUAL(qualifier, steps)                   \
     DOBB_INSTANCE(qualifier, steps, 1, 1, false, true) \
@@ -22,6 +25,10 @@
     DOBB_INSTANCE(qualifier, steps, 2, 2, false, false) \
     DOBB_INSTANCE(qualifier, steps, 2, 1, true, false)  \
     DOBB_INSTANCE(qualifier, steps, 2, 2, true, false)
+
+#define DOBB_STREAMED(qualifier, steps)                                                        \
+    qualifier template void launch_streamed<Streamed<steps, 1>>(const OnePass&, simt::Stream); \
+    qualifier template void launch_streamed<Streamed<steps, 2>>(const OnePass&, simt::Stream);
 
 namespace dobb::cuda {
 
@@ -38,6 +45,9 @@ DOBB_OTHER(extern, 2)
 DOBB_OTHER(extern, 4)
 DOBB_OTHER(extern, 8)
 DOBB_OTHER(extern, 16)
+DOBB_STREAMED(extern, 20)
+DOBB_STREAMED(extern, 26)
+DOBB_STREAMED(extern, 32)
 #endif
 
 }  // namespace dobb::cuda

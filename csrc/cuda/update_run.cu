@@ -3,7 +3,6 @@
 #include <iterator>
 #include <vector>
 
-#include "update_fused.cuh"
 #include "update_instances.h"
 #include "update_run.h"
 #include "update_wide.cuh"
@@ -36,8 +35,9 @@ void write_table(const Table& table, Entry* to, simt::Stream stream) {
 }
 
 struct Choice {
+    int tile_rows;
     std::size_t shared_bytes;
-    void (*launch)(const FusedWork&, simt::Stream);
+    void (*launch)(const OnePass&, simt::Stream);
 };
 
 struct Kind {
@@ -50,7 +50,7 @@ struct Kind {
 template <int kSteps>
 struct Usual {
     static Choice choose(std::int64_t width, const Kind& kind) {
-        const auto of = [&]<class V>(V) { return Choice{shared_bytes<V>(width), &launch_fused<V>}; };
+        const auto of = [&]<class V>(V) { return Choice{kTileRows, shared_bytes<V>(width), &launch_fused<V>}; };
         return kind.products.exact ? of(Variant<kSteps, 2, 1, false, true>{})
                                    : of(Variant<kSteps, 1, 1, false, true>{});
     }
@@ -62,17 +62,25 @@ struct Other {
     static Choice of(std::int64_t width, bool basis_is_bf16) {
         using One = Variant<kSteps, 2, 1, kUnitColumns, kAligned>;
         using Two = Variant<kSteps, 2, 2, kUnitColumns, kAligned>;
-        if (!basis_is_bf16) return {shared_bytes<Two>(width), &launch_fused<Two>};
+        if (!basis_is_bf16) return {kTileRows, shared_bytes<Two>(width), &launch_fused<Two>};
         if constexpr (!kUnitColumns && kAligned)
             return {};
         else
-            return {shared_bytes<One>(width), &launch_fused<One>};
+            return {kTileRows, shared_bytes<One>(width), &launch_fused<One>};
     }
     static Choice choose(std::int64_t width, const Kind& kind) {
         if (kind.products.unit_columns)
             return kind.aligned ? of<true, true>(width, kind.basis_is_bf16)
                                 : of<true, false>(width, kind.basis_is_bf16);
         return kind.aligned ? of<false, true>(width, kind.basis_is_bf16) : of<false, false>(width, kind.basis_is_bf16);
+    }
+};
+
+template <int kSteps>
+struct Wide {
+    static Choice choose(std::int64_t, const Kind& kind) {
+        const auto of = []<class V>(V) { return Choice{V::kRows, V::kSharedBytes, &launch_streamed<V>}; };
+        return kind.products.exact ? of(Streamed<kSteps, 2>{}) : of(Streamed<kSteps, 1>{});
     }
 };
 
@@ -86,9 +94,11 @@ Choice choose_steps(std::int64_t width, const Kind& kind) {
         return {};
 }
 
-Choice choose(std::int64_t width, const Kind& kind) {
-    return kind.usual() ? choose_steps<Usual, DOBB_USUAL_STEPS>(width, kind)
-                        : choose_steps<Other, DOBB_OTHER_STEPS>(width, kind);
+Choice choose(const Segment& segment, std::int64_t width, const Products& products) {
+    const Kind kind = {products, segment.basis_is_bf16, is_aligned(segment, width)};
+    if (!kind.usual()) return choose_steps<Other, DOBB_OTHER_STEPS>(width, kind);
+    const Choice choice = choose_steps<Usual, DOBB_USUAL_STEPS>(width, kind);
+    return choice.launch ? choice : choose_steps<Wide, DOBB_STREAMED_STEPS>(width, kind);
 }
 
 template <bool kAligned>
@@ -103,18 +113,15 @@ void launch_wide(const WideWork& work, WideStage stage, simt::Stream stream) {
 
 }  // namespace
 
-bool fused_fits(std::int64_t width, const Products& products, bool basis_is_bf16) {
-    const auto fits = [&](bool aligned) {
-        const Choice choice = choose(width, {products, basis_is_bf16, aligned});
-        return choice.launch && choice.shared_bytes <= simt::most_shared_memory();
-    };
-    return fits(true) && fits(false);
+bool fits_one_pass(const Segment& segment, std::int64_t width, const Products& products) {
+    const Choice choice = choose(segment, width, products);
+    return choice.launch && choice.shared_bytes <= simt::most_shared_memory();
 }
 
 std::size_t table_bytes(std::size_t segments) { return segments * sizeof(Entry); }
 
-void run_fused(const std::vector<Segment>& segments, const Settings& settings, const Products& products,
-               void* table_memory, unsigned long long* not_finite, Stream stream) {
+void run_one_pass(const std::vector<Segment>& segments, const Settings& settings, const Products& products,
+                  void* table_memory, unsigned long long* not_finite, Stream stream) {
     auto* next = static_cast<Entry*>(table_memory);
     for (const bool basis_is_bf16 : {true, false})
         for (const bool aligned : {true, false}) {
@@ -123,18 +130,18 @@ void run_fused(const std::vector<Segment>& segments, const Settings& settings, c
                 return s.basis_is_bf16 == basis_is_bf16 && is_aligned(s, settings.width) == aligned;
             });
             if (chosen.empty()) continue;
-            const Table table = make_table(chosen, settings.width);
+            const Choice choice = choose(chosen[0], settings.width, products);
+            const Table table = make_table(chosen, settings.width, choice.tile_rows);
             write_table(table, next, static_cast<simt::Stream>(stream));
-            choose(settings.width, {products, basis_is_bf16, aligned})
-                .launch({next, static_cast<int>(table.entries.size()), table.tiles, settings, not_finite},
-                        static_cast<simt::Stream>(stream));
+            choice.launch({next, static_cast<int>(table.entries.size()), table.tiles, settings, not_finite},
+                          static_cast<simt::Stream>(stream));
             next += table.entries.size();
         }
 }
 
 void run_wide(const Segment& segment, const Settings& settings, const Slab& slab, WideStage stage,
               unsigned long long* not_finite, Stream stream) {
-    const WideWork work = {make_table({segment}, settings.width).entries[0], settings, slab, not_finite};
+    const WideWork work = {make_table({segment}, settings.width, 1).entries[0], settings, slab, not_finite};
     // Scratch matrices are allocations of their own: only the width can misalign their rows.
     if (is_aligned(segment, settings.width))
         launch_wide<true>(work, stage, static_cast<simt::Stream>(stream));

@@ -16,18 +16,17 @@ struct Products {
     bool unit_columns;  // scaled columns instead of signs
 };
 
-// Whether the one-pass kernels have a variant for these segments, all with the same type of basis, that fits into the
-// shared memory of the current device.
-bool fused_fits(std::int64_t width, const Products& products, bool basis_is_bf16);
+// Whether the one-pass kernels have a variant for this segment that fits into the shared memory of the current device.
+bool fits_one_pass(const Segment& segment, std::int64_t width, const Products& products);
 
 // Bytes of GPU memory that describe this many segments to the one-pass kernels.
 std::size_t table_bytes(std::size_t segments);
 
-// Updates segments that are not empty and for which fused_fits, in one launch for each type of basis and alignment that
-// occurs. `table_memory` has table_bytes of them; the number of non-finite coefficients is added to `not_finite`, in
-// the memory of the GPU too.
-void run_fused(const std::vector<Segment>& segments, const Settings& settings, const Products& products,
-               void* table_memory, unsigned long long* not_finite, Stream stream);
+// Updates segments that are not empty and for which fits_one_pass, in one launch for each type of basis and alignment
+// that occurs. `table_memory` has table_bytes of them; the number of non-finite coefficients is added to `not_finite`,
+// in the memory of the GPU too.
+void run_one_pass(const std::vector<Segment>& segments, const Settings& settings, const Products& products,
+                  void* table_memory, unsigned long long* not_finite, Stream stream);
 
 // Some rows of some blocks of one segment, for blocks so wide that the products are a library's. The matrices lie in
 // scratch memory as [blocks, rows, width].

@@ -1,8 +1,8 @@
 // What the CUDA kernels of the update know of a segment, one entry of a table in the GPU's memory. Without PyTorch.
 //
 // The segment's elements are chunks of one block width. A chunk's block is its number in its row; the chunks of one
-// block lie one row apart. A tile is up to kTileRows such chunks, and tiles are numbered through the whole table: all
-// row tiles of a segment's first held block, then of its second, and so on.
+// block lie one row apart. A tile is a kernel's number of such chunks, and tiles are numbered through the whole table:
+// all row tiles of a segment's first held block, then of its second, and so on.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,6 @@
 
 namespace dobb::cuda {
 
-constexpr int kTileRows = 16;  // rows of one tensor-core product
 constexpr int kColumnsAtOnce = 4;
 
 struct Entry {
@@ -53,12 +52,12 @@ inline bool is_aligned(const Segment& s, std::int64_t width) {
 }
 
 // Entries of segments that are not empty.
-inline Table make_table(const std::vector<Segment>& segments, std::int64_t width) {
+inline Table make_table(const std::vector<Segment>& segments, std::int64_t width, std::int64_t tile_rows) {
     Table table;
     for (const Segment& s : segments) {
         const HeldBlocks held_blocks = HeldBlocks::of(s, width);
         const std::int64_t blocks = s.columns / width, chunks = s.numel / width, held = std::min(blocks, chunks);
-        const std::int64_t rows = (chunks + blocks - 1) / blocks, row_tiles = (rows + kTileRows - 1) / kTileRows;
+        const std::int64_t rows = (chunks + blocks - 1) / blocks, row_tiles = (rows + tile_rows - 1) / tile_rows;
         table.entries.push_back(
             {s.weight, s.gradient, s.momentum, s.basis, s.copy, s.column_scales, table.tiles, chunks,
              static_cast<std::int32_t>(blocks), static_cast<std::int32_t>(s.start / width % blocks),

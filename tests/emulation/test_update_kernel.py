@@ -27,7 +27,7 @@ from unit.update_cases import (
 
 EXACT = 2.0**-15  # relative error of a product of two bf16 terms each, beyond that of fp32
 ROUNDED = 2.0**-7  # of one term each
-KERNELS = ["fused", "wide"]
+KERNELS = ["one_pass", "wide"]
 
 
 @st.composite
@@ -112,6 +112,23 @@ def test_every_compiled_width_agrees_with_float64(harness, width, basis, precisi
     )
     rounded = precision == "bf16" and basis is torch.bfloat16
     check_against_float64(case, after, SETTINGS, ROUNDED if rounded else EXACT)
+
+
+@pytest.mark.parametrize("width", [260, 320, 400, 512])
+@pytest.mark.parametrize("precision", ["exact", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_width_that_streams_its_basis_agrees_with_float64(harness, width, precision, dtype):
+    # 64 rows make a tile: one block has a second one of a single row.
+    shard = Shard(width, (64 * 2 + 2) * width, 2 * width, width)
+    made, gradient = segment(shard, seed=width, dtypes=(dtype, dtype, torch.bfloat16))
+    case = Case([made], [gradient])
+    after = copied(case)
+    schedules = (FORWARD, Schedule(3, 1))
+    device = Device(multiprocessors=1, resident_blocks=1, most_shared_memory=163 * 1024)
+    update(
+        harness, after.segments, after.gradients, **SETTINGS, precision=precision, device=device, schedules=schedules
+    )
+    check_against_float64(case, after, SETTINGS, ROUNDED if precision == "bf16" else EXACT)
 
 
 def test_a_width_whose_basis_does_not_fit_into_shared_memory_is_refused(harness):

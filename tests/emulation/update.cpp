@@ -33,15 +33,16 @@ Settings settings_of(const Call& call) {
             static_cast<float>(1 - call.number("momentum")), call.integer("nesterov") != 0};
 }
 
-const Operation kFused("update_fused", [](Call& call) {
+const Operation kOnePass("update_one_pass", [](Call& call) {
     const std::vector<Segment> segments = segments_of(call);
     const Settings settings = settings_of(call);
     const cuda::Products products = {call.integer("exact") != 0, call.integer("unit_columns") != 0};
     for (const Segment& segment : segments)
-        if (!cuda::fused_fits(settings.width, products, segment.basis_is_bf16))
+        if (!cuda::fits_one_pass(segment, settings.width, products))
             throw std::runtime_error("no one-pass kernel fits");
     const Buffer table(cuda::table_bytes(segments.size()), 0);
-    cuda::run_fused(segments, settings, products, table.data(), call.data<unsigned long long>("not_finite"), nullptr);
+    cuda::run_one_pass(segments, settings, products, table.data(), call.data<unsigned long long>("not_finite"),
+                       nullptr);
 });
 
 // The products that a library computes between the stages: sums [blocks, rows, width] of terms and bases.

@@ -21,7 +21,7 @@ def update(
     momentum: float,
     nesterov: bool,
     update_scale: float,
-    kernels: Literal["fused", "wide"] = "fused",
+    kernels: Literal["one_pass", "wide"] = "one_pass",
     precision: Literal["exact", "bf16"] = "exact",
     copies: Sequence[Tensor | None] | None = None,
     column_scales: Sequence[Tensor] | None = None,

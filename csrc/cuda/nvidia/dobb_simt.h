@@ -15,6 +15,7 @@
 #define DOBB_HOST_DEVICE __host__ __device__ inline
 #define DOBB_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define DOBB_UNROLL _Pragma("unroll")
+#define DOBB_NO_UNROLL _Pragma("unroll 1")
 
 namespace dobb::simt {
 

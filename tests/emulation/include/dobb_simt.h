@@ -17,6 +17,7 @@
 #define DOBB_HOST_DEVICE inline
 #define DOBB_KERNEL(threads, blocks) void
 #define DOBB_UNROLL
+#define DOBB_NO_UNROLL
 
 namespace dobb::simt {
 
