@@ -215,7 +215,7 @@ fused_update(OnePass work) {
     Entry& entry = *reinterpret_cast<Entry*>(simt::shared_memory());
     auto* basis = reinterpret_cast<std::uint16_t*>(simt::shared_memory() + kEntryBytes);
     const int warp = simt::thread_index() / simt::kWarp, warps = simt::thread_count() / simt::kWarp;
-    const int lane = simt::thread_index() % simt::kWarp, width = static_cast<int>(work.settings.width);
+    const int width = static_cast<int>(work.settings.width);
     const std::int64_t blocks = simt::block_count(), block = simt::block_index();
     const std::int64_t end = work.tiles * (block + 1) / blocks;
     int not_finite = 0;
