@@ -57,18 +57,21 @@ def plan() -> Plan:
     flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi"]}
     result = Plan()
     architectures = _cuda_architectures(torch, cpp_extension, result.notes)
-    kind = cpp_extension.CppExtension
+    kind, include = cpp_extension.CppExtension, []
     if architectures:
         kind = cpp_extension.CUDAExtension
         os.environ["TORCH_CUDA_ARCH_LIST"] = architectures
         sources += sorted(ROOT.glob("csrc/cuda/*.cpp")) + sorted(ROOT.glob("csrc/cuda/*.cu"))
         macros += [("DOBB_WITH_CUDA", None), ("DOBB_CUDA_ARCHITECTURES", f'"{architectures}"')]
-        flags["nvcc"] = ["-O3", "-Xptxas=-v"]
+        include = [str(ROOT / "csrc" / "cuda" / "nvidia")]
+        flags["nvcc"] = ["-O3", "-std=c++20", "-Xptxas=-v"]
         for folder in _headers_that_the_toolkit_lacks(cpp_extension.CUDA_HOME):
             flags["cxx"] += ["-idirafter", str(folder)]
     relative = [str(source.relative_to(ROOT)) for source in sources]
     headers = [str(header.relative_to(ROOT)) for end in ("h", "cuh") for header in ROOT.glob(f"csrc/**/*.{end}")]
-    result.extensions = [kind(NAME, relative, define_macros=macros, extra_compile_args=flags, depends=headers)]
+    result.extensions = [
+        kind(NAME, relative, include_dirs=include, define_macros=macros, extra_compile_args=flags, depends=headers)
+    ]
     result.commands = {"build_ext": _or_without(cpp_extension.BuildExtension, result.notes)}
     return result
 
@@ -128,11 +131,28 @@ def _headers_that_the_toolkit_lacks(cuda_home: str) -> list[Path]:
     return [folder for root in roots for folder in sorted(Path(root).glob("*/include")) if folder.is_dir()]
 
 
+def _name_objects_by_kind(compiler: Any) -> None:
+    """Let x.cu become x.cu.o: as x.o it would be lost to the object file of x.cpp beside it."""
+    original = compiler.object_filenames
+
+    def object_filenames(sources: Any, *args: Any, **kwargs: Any) -> list[str]:
+        sources = list(sources)
+        found = [Path(name) for name in original(sources, *args, **kwargs)]
+        named = [
+            path.with_suffix(".cu" + path.suffix) if Path(source).suffix == ".cu" else path
+            for source, path in zip(sources, found, strict=True)
+        ]
+        return [str(path) for path in named]
+
+    compiler.object_filenames = object_filenames
+
+
 def _or_without(command: Any, notes: list[str]) -> Any:
     class BuildOrWithout(command):
         """Install without the extension if it does not compile."""
 
         def build_extensions(self) -> None:
+            _name_objects_by_kind(self.compiler)
             try:
                 super().build_extensions()
             except Exception as error:  # compilers fail in many ways

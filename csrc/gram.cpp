@@ -1,6 +1,7 @@
 // dobb::gram_: sums of x_j x_j^T over tokens, for every block of features. Schema, checks, CPU and Meta.
+#include "gram.h"
+
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
@@ -13,22 +14,6 @@ namespace {
 
 // Tokens whose products add up in registers before they enter the sum; they bound its error and the scratch memory.
 constexpr std::int64_t kTokensAtATime = 128;
-
-void check(const at::Tensor& total, const at::Tensor& activations, std::int64_t width) {
-    TORCH_CHECK_VALUE(activations.dim() == 2 && (activations.numel() == 0 || activations.stride(1) == 1),
-                      "dobb::gram_: activations has shape ", activations.sizes(), " and strides ",
-                      activations.strides(), ", expected [tokens, features] with neighbouring features");
-    const auto type = activations.scalar_type();
-    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "dobb::gram_: activations is ",
-                      type, ", expected fp32, bf16 or fp16");
-    TORCH_CHECK_VALUE(width >= 1 && activations.size(1) % width == 0, "dobb::gram_: width is ", width,
-                      ", expected a divisor of the ", activations.size(1), " features of activations");
-    const std::int64_t blocks = activations.size(1) / width;
-    TORCH_CHECK_VALUE(total.scalar_type() == at::kFloat && total.is_contiguous() &&
-                          total.sizes() == at::IntArrayRef({blocks, width, width}),
-                      "dobb::gram_: total is ", total.scalar_type(), " ", total.sizes(), ", expected contiguous fp32 [",
-                      blocks, ", ", width, ", ", width, "]");
-}
 
 // Rows `first_row .. last_row` of one block.
 void add_rows(const cpu::Kernel& kernel, const at::Tensor& activations, std::int64_t block, std::int64_t width,
@@ -57,7 +42,7 @@ void mirror(float* total, std::int64_t width) {
 }
 
 void gram_cpu(const at::Tensor& total, const at::Tensor& activations, std::int64_t width) {
-    check(total, activations, width);
+    check_gram(total, activations, width);
     if (activations.numel() == 0) return;
     if (activations.scalar_type() == at::kHalf) {
         for (const at::Tensor& chunk : activations.split(8 * kTokensAtATime))
@@ -84,6 +69,25 @@ void gram_cpu(const at::Tensor& total, const at::Tensor& activations, std::int64
 void gram_meta(const at::Tensor&, const at::Tensor&, std::int64_t) {}
 
 }  // namespace
+
+void check_gram(const at::Tensor& total, const at::Tensor& activations, std::int64_t width) {
+    TORCH_CHECK_VALUE(activations.dim() == 2 && (activations.numel() == 0 || activations.stride(1) == 1),
+                      "dobb::gram_: activations has shape ", activations.sizes(), " and strides ",
+                      activations.strides(), ", expected [tokens, features] with neighbouring features");
+    const auto type = activations.scalar_type();
+    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "dobb::gram_: activations is ",
+                      type, ", expected fp32, bf16 or fp16");
+    TORCH_CHECK_VALUE(width >= 1 && activations.size(1) % width == 0, "dobb::gram_: width is ", width,
+                      ", expected a divisor of the ", activations.size(1), " features of activations");
+    const std::int64_t blocks = activations.size(1) / width;
+    TORCH_CHECK_VALUE(total.scalar_type() == at::kFloat && total.is_contiguous() &&
+                          total.sizes() == at::IntArrayRef({blocks, width, width}),
+                      "dobb::gram_: total is ", total.scalar_type(), " ", total.sizes(), ", expected contiguous fp32 [",
+                      blocks, ", ", width, ", ", width, "]");
+    TORCH_CHECK_VALUE(total.device() == activations.device(), "dobb::gram_: total is on ", total.device(),
+                      ", expected ", activations.device(), ", like activations");
+}
+
 }  // namespace dobb
 
 TORCH_LIBRARY_FRAGMENT(dobb, library) {

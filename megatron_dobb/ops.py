@@ -21,6 +21,12 @@ PRECISIONS = get_args(Precision)
 kernels_run: Counter[str] = Counter()
 """How often each path ran, in segments: the CPU variant's name, `cuda` or `reference`."""
 
+_GRAM_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16),  # the tensor cores' fp32 is TF32, too coarse for second moments
+}
+"""Activations whose second moments the extension sums; others go through batched matrix products."""
+
 _warned: set[str] = set()
 
 Pending = list[tuple[tuple[str, ...], Tensor]]
@@ -131,8 +137,9 @@ def gram_(total: Tensor, activations: Tensor, width: int) -> None:
         BlockError: if `width` does not divide `n`.
     """
     rows = activations.detach().reshape(-1, activations.shape[-1])
-    supported = rows.dtype in (torch.float32, torch.bfloat16, torch.float16) and width > 0 and not rows.shape[1] % width
-    if rows.device.type == "cpu" and supported and extension.runs_on("cpu"):
+    device = rows.device.type
+    supported = rows.dtype in _GRAM_DTYPES.get(device, ()) and width > 0 and not rows.shape[1] % width
+    if supported and extension.runs_on(device):
         torch.ops.dobb.gram_(total, rows if rows.stride(1) == 1 else rows.contiguous(), width)
     else:
         total += moment.gram(activations, width)

@@ -96,9 +96,13 @@ DOBB_KERNEL(64, 1) reverses(float* x, bool meets) {
 // Whichever block runs last leaves its number.
 DOBB_KERNEL(32, 1) blocks_write_one_place(float* to) { to[0] = static_cast<float>(simt::block_index()); }
 
+DOBB_KERNEL(32, 1) runs_for_ever(volatile float* x) {
+    while (x[0] == 0.0f) x[1] = x[0];
+}
+
 DOBB_KERNEL(32, 1) uses_much_stack(float* to) {
-    volatile float much[1 << 18];
-    for (int i = 0; i < 1 << 18; ++i) much[i] = 1.0f;
+    volatile float much[1 << 17];
+    for (int i = 0; i < 1 << 17; ++i) much[i] = 1.0f;
     to[0] = much[simt::thread_index()];
 }
 
@@ -138,6 +142,9 @@ const Operation kOnePlace("blocks_write_one_place", [](Call& call) {
 });
 const Operation kMuchStack("uses_much_stack",
                            [](Call& call) { launch(uses_much_stack, 1, 32, 0, nullptr, call.data<float>("to")); });
+const Operation kForEver("runs_for_ever", [](Call& call) {
+    launch(runs_for_ever, 1, 32, 0, nullptr, static_cast<volatile float*>(call.data<float>("x")));
+});
 const Operation kLaunches("launches", [](Call& call) {
     launch(early_return, static_cast<int>(call.integer("blocks")), static_cast<int>(call.integer("threads")),
            static_cast<std::size_t>(call.integer("shared_bytes")), nullptr);

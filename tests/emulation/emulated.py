@@ -6,8 +6,10 @@ add one, write both; the build takes every .cpp file of this folder and every .c
 
 import os
 import shutil
+import signal
 import struct
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,10 +90,11 @@ def build(folder: Path) -> Path:
 
 
 class Harness:
-    """A process that runs the kernels. One that a sanitizer ended is started anew."""
+    """A process that runs the kernels. One that a sanitizer or the time limit of a call ended is started anew."""
 
-    def __init__(self, program: Path, errors: Path):
-        self._program = program
+    def __init__(self, program: Path, errors: Path, most_seconds: float = 120):
+        self.program = program
+        self._most_seconds = most_seconds
         self._errors = errors
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -150,7 +153,7 @@ class Harness:
                     *(_string(name) + struct.pack("=q", m.bytes) + _sized(m.tensor) for name, m in named.items()),
                 ]
             )
-            found = self._call(call, {name: len(_bytes(m.tensor)) for name, m in named.items()})
+            found = self._call(operation, call, {name: len(_bytes(m.tensor)) for name, m in named.items()})
             for name in wanted:
                 if found[name] != first.setdefault(name, found[name]):
                     raise EmulationError(
@@ -162,8 +165,10 @@ class Harness:
             if tensor.numel():
                 tensor.copy_(torch.frombuffer(bytearray(first[name]), dtype=tensor.dtype).view_as(tensor))
 
-    def _call(self, call: bytes, sizes: Mapping[str, int]) -> dict[str, bytes]:
+    def _call(self, operation: str, call: bytes, sizes: Mapping[str, int]) -> dict[str, bytes]:
         process = self._start()
+        late = threading.Timer(self._most_seconds, process.kill)
+        late.start()
         try:
             process.stdin.write(call)
             process.stdin.flush()
@@ -175,14 +180,18 @@ class Harness:
             code = process.wait(timeout=60)
             process.stdout.close()
             self._process = None
+            if code == -signal.SIGKILL:
+                raise EmulationError(f"{operation} did not end within {self._most_seconds:g} s") from None
             report = self._errors.read_text(errors="replace")
             raise EmulationError(f"the harness ended with code {code}:\n{report[:6000]}") from None
+        finally:
+            late.cancel()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         if self._process is None:
             with self._errors.open("wb") as errors:
                 self._process = subprocess.Popen(
-                    [str(self._program)],
+                    [str(self.program)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,

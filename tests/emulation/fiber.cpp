@@ -49,7 +49,8 @@ constexpr int kSavedRegisters = 6;
 namespace dobb::simt::emulation {
 namespace {
 
-constexpr std::size_t kGuard = 4096, kStack = 256 * 1024;  // the kernel's frames are larger under sanitizers
+// Frames are larger under sanitizers, and one that is too large must not jump over the guard.
+constexpr std::size_t kStack = 256 * 1024, kGuard = 1024 * 1024;
 
 }  // namespace
 

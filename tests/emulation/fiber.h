@@ -26,7 +26,7 @@ class Fiber {
     static void arrived(Fiber& from);
 
   private:
-    std::byte* mapped_ = nullptr;  // with a page at its low end that cannot be touched
+    std::byte* mapped_ = nullptr;  // with a guard at its low end that cannot be touched
     const void* stack_ = nullptr;
     std::size_t stack_bytes_ = 0;
     void* fake_stack_ = nullptr;  // of the address sanitizer

@@ -1,5 +1,7 @@
 // Runs the blocks of a grid one after the other, the threads of a block as fibers that stop where they must meet.
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -40,12 +42,46 @@ struct Thread {
     std::vector<std::vector<Copy>> groups;  // committed, the oldest first
 };
 
+// The threads that can run, one bit each: most of the emulation's time would go into looking for the next one.
+class ReadySet {
+  public:
+    void clear() { words_ = {}; }
+    void add(int thread) { words_[word(thread)] |= bit(thread); }
+    void remove(int thread) { words_[word(thread)] &= ~bit(thread); }
+
+    // The first one at or after `start`, going on at 0 behind the last; -1 if there is none.
+    int next(int start) const {
+        const std::size_t first = word(start);
+        const std::uint64_t from_start = ~std::uint64_t{0} << (start % 64);
+        if (const std::uint64_t found = words_[first] & from_start; found != 0) return lowest(first, found);
+        for (std::size_t i = 1; i <= words_.size(); ++i) {
+            const std::size_t w = (first + i) % words_.size();
+            if (words_[w] != 0) return lowest(w, words_[w]);
+        }
+        return -1;
+    }
+
+    int last() const {
+        for (std::size_t w = words_.size(); w-- > 0;)
+            if (words_[w] != 0) return static_cast<int>(64 * w) + 63 - std::countl_zero(words_[w]);
+        return -1;
+    }
+
+  private:
+    static std::size_t word(int thread) { return static_cast<std::size_t>(thread) / 64; }
+    static std::uint64_t bit(int thread) { return std::uint64_t{1} << (thread % 64); }
+    static int lowest(std::size_t w, std::uint64_t bits) { return static_cast<int>(64 * w) + std::countr_zero(bits); }
+
+    std::array<std::uint64_t, kMostThreads / 64> words_{};
+};
+
 struct Scheduler {
     Fiber host;
     std::vector<std::unique_ptr<Thread>> threads;
-    std::vector<bool> ready;
+    ReadySet ready;
     std::minstd_rand chance;
-    const std::function<void()>* body = nullptr;
+    void (*kernel)(const void* arguments) = nullptr;
+    const void* arguments = nullptr;
     Grid grid{};
     bool running = false;
     std::string fault;
@@ -61,7 +97,8 @@ std::string describe(const Site& site) {
 }
 
 bool same(const Site& a, const Site& b) {
-    return a.line() == b.line() && a.column() == b.column() && std::strcmp(a.file_name(), b.file_name()) == 0;
+    return a.line() == b.line() && a.column() == b.column() &&
+           (a.file_name() == b.file_name() || std::strcmp(a.file_name(), b.file_name()) == 0);
 }
 
 bool same(const Thread& a, const Thread& b) {
@@ -119,7 +156,7 @@ void fiber_main() {
     while (true) {
         Thread& thread = current();
         try {
-            (*scheduler.body)();
+            scheduler.kernel(scheduler.arguments);
         } catch (const std::exception& error) {
             scheduler.fault = error.what();
         }
@@ -131,15 +168,17 @@ void fiber_main() {
 
 // The thread to run next, or -1 if none can.
 int choose(int previous) {
-    const int count = scheduler.grid.threads;
-    int start = 0;
-    if (device.order == Order::kRotating) start = (previous / kWarp + 1) * kWarp % count;
-    if (device.order == Order::kShuffled) start = static_cast<int>(scheduler.chance() % static_cast<unsigned>(count));
-    for (int i = 0; i < count; ++i) {
-        const int thread = device.order == Order::kBackward ? count - 1 - i : (start + i) % count;
-        if (scheduler.ready[static_cast<std::size_t>(thread)]) return thread;
+    switch (device.order) {
+        case Order::kForward:
+            return scheduler.ready.next(0);
+        case Order::kBackward:
+            return scheduler.ready.last();
+        case Order::kRotating:
+            return scheduler.ready.next((previous / kWarp + 1) * kWarp % scheduler.grid.threads);
+        case Order::kShuffled:
+            return scheduler.ready.next(static_cast<int>(scheduler.chance()) % scheduler.grid.threads);
     }
-    return -1;
+    throw std::runtime_error("there is no such order of threads");
 }
 
 bool all_wait_as_first(int first, int count) {
@@ -152,7 +191,7 @@ bool all_wait_as_first(int first, int count) {
 void release(int first, int count) {
     for (int i = first; i < first + count; ++i) {
         scheduler.threads[static_cast<std::size_t>(i)]->state = State::kReady;
-        scheduler.ready[static_cast<std::size_t>(i)] = true;
+        scheduler.ready.add(i);
     }
 }
 
@@ -196,7 +235,7 @@ void run_block(int block) {
     std::vector<int> waiting_lanes(static_cast<std::size_t>(grid.threads / kWarp), 0);
     while ((running = choose(running)) >= 0) {
         Thread& thread = *scheduler.threads[static_cast<std::size_t>(running)];
-        scheduler.ready[static_cast<std::size_t>(running)] = false;
+        scheduler.ready.remove(running);
         position.thread = running;
         scheduler.host.switch_to(thread.fiber);
         if (!scheduler.fault.empty()) throw std::runtime_error(scheduler.fault);
@@ -279,13 +318,14 @@ void finish_copies(int pending) {
     }
 }
 
-void run(const Grid& grid, const std::function<void()>& thread) {
+void run(const Grid& grid, void (*kernel)(const void* arguments), const void* arguments) {
     check(grid);
     scheduler.grid = grid;
-    scheduler.body = &thread;
+    scheduler.kernel = kernel;
+    scheduler.arguments = arguments;
     scheduler.fault.clear();
     scheduler.chance.seed(device.seed + 1);
-    scheduler.ready.assign(static_cast<std::size_t>(grid.threads), false);
+    scheduler.ready.clear();
     while (scheduler.threads.size() < static_cast<std::size_t>(grid.threads))
         scheduler.threads.push_back(std::make_unique<Thread>());
     std::vector<int> blocks(static_cast<std::size_t>(grid.blocks));

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from emulation.emulated import BACKWARD, FORWARD, EmulationError, Misaligned
+from emulation.emulated import BACKWARD, FORWARD, EmulationError, Harness, Misaligned
 
 FLOATS = 64
 BLOCK = r"of block 0 of the kernel launched at defects\.cpp:\d+"
@@ -114,6 +114,12 @@ def test_a_stack_that_is_too_small_ends_the_harness_and_the_next_call_starts_ano
     with pytest.raises(EmulationError, match="the harness ended with code"):
         harness.run("uses_much_stack", {"to": torch.zeros(1)})
     copied(harness)
+
+
+def test_a_kernel_without_an_end_is_stopped(harness, tmp_path):
+    impatient = Harness(harness.program, tmp_path / "errors.txt", most_seconds=1)
+    with pytest.raises(EmulationError, match="runs_for_ever did not end within 1 s"):
+        impatient.run("runs_for_ever", {"x": torch.zeros(2)})
 
 
 @pytest.mark.parametrize(

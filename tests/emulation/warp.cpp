@@ -61,7 +61,7 @@ DOBB_NOT_SANITIZED float truncated(double x) {
 // and then cut off, not rounded: tensor cores do about that, and errors that all go one way add up the fastest.
 DOBB_NOT_SANITIZED void multiply_add_fragments(void* const (&arguments)[kWarp], const float* fp16) {
     const auto value = [fp16](std::uint32_t bits) DOBB_NOT_SANITIZED -> double {
-        return fp16 != nullptr ? fp16[bits & 0xffff] : std::bit_cast<float>((bits & 0xffff) << 16);
+        return fp16 != nullptr ? fp16[bits & 0xffff] : __builtin_bit_cast(float, (bits & 0xffff) << 16);
     };
     double a[16][16], b[8][16];  // a[m][k], b[n][k]
     for (int lane = 0; lane < kWarp; ++lane) {

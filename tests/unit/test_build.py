@@ -71,6 +71,7 @@ def test_a_build_without_torch_gets_no_extension_and_a_note(monkeypatch):
 def test_a_failed_compilation_leaves_a_note_and_no_error(capsys):
     class Broken:
         extensions = [1]  # noqa: RUF012  (as in distutils)
+        compiler = types.SimpleNamespace(object_filenames=list)
 
         def build_extensions(self):
             raise RuntimeError("Error compiling objects\nmore")
@@ -81,6 +82,15 @@ def test_a_failed_compilation_leaves_a_note_and_no_error(capsys):
     assert command.extensions == []
     assert notes == ["csrc did not compile: Error compiling objects"]
     assert "megatron_dobb: csrc did not compile" in capsys.readouterr().out
+
+
+def test_sources_of_one_name_for_host_and_gpu_have_object_files_of_their_own():
+    compiler = types.SimpleNamespace(
+        object_filenames=lambda sources, output_dir="": [f"{output_dir}/{Path(s).with_suffix('.o')}" for s in sources]
+    )
+    extension._name_objects_by_kind(compiler)
+    found = compiler.object_filenames(["cuda/gram.cpp", "cuda/gram.cu"], output_dir="build")
+    assert found == ["build/cuda/gram.o", "build/cuda/gram.cu.o"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dobb import extension, moment, ops
 from megatron_dobb.errors import BlockError
@@ -88,3 +90,26 @@ def test_gram_takes_any_leading_shape_and_dtype(dtype):
     torch.testing.assert_close(total, 1 + moment.gram(x, 4), rtol=1e-5, atol=1e-5)
     with pytest.raises(BlockError, match="block width 5 does not divide the 12 features"):
         ops.gram_(total, x, 5)
+
+
+class OpsCalled(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+@needs_extension
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gram_on_a_gpu_takes_the_kernel_where_tensor_cores_are_accurate(monkeypatch, dtype, built):
+    monkeypatch.setattr(extension, "runs_on", lambda device: built and device == "cuda")
+    with FakeTensorMode(), OpsCalled() as called:
+        x = torch.empty(5, 6, dtype=dtype, device="cuda")
+        ops.gram_(torch.empty(2, 3, 3, device="cuda"), x, 3)
+    took_kernel = built and dtype is not torch.float32
+    assert ("dobb.gram_.default" in called.names) == took_kernel
+    assert ("aten.bmm.default" in called.names) == (not took_kernel)

@@ -8,7 +8,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <source_location>
 #include <string>
 #include <type_traits>
@@ -108,7 +107,8 @@ struct Grid {
     std::size_t shared_bytes;
     Site site;
 };
-void run(const Grid& grid, const std::function<void()>& thread);
+// Calls `kernel(arguments)` as every thread of the grid.
+void run(const Grid& grid, void (*kernel)(const void* arguments), const void* arguments);
 
 // The number of blocks and, by conversion at the call, the place of the launch.
 struct Blocks {
@@ -244,7 +244,10 @@ void launch(void (*kernel)(Parameters...), emulation::Blocks blocks, int threads
             Parameters... parameters) {
     static_assert((std::is_trivially_copyable_v<Parameters> && ...), "a GPU gets a copy of the bytes");
     static_assert((sizeof(Parameters) + ... + 0) <= 4000, "CUDA passes at most about 4 KB of parameters");
-    emulation::run({blocks.number, threads, shared_bytes, blocks.site}, [&] { kernel(parameters...); });
+    const auto thread = [&] { kernel(parameters...); };
+    emulation::run(
+        {blocks.number, threads, shared_bytes, blocks.site},
+        [](const void* call) { (*static_cast<decltype(&thread)>(call))(); }, &thread);
 }
 
 }  // namespace dobb::simt

@@ -1,0 +1,13 @@
+// dobb::gram_: checks, shared by all devices.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace dobb {
+
+// Throws c10::Error (ValueError in Python) with a message that names the tensor, what it is and what was expected.
+void check_gram(const at::Tensor& total, const at::Tensor& activations, std::int64_t width);
+
+}  // namespace dobb
