@@ -49,31 +49,36 @@ def plan() -> Plan:
     if compiler is None or not shutil.which(compiler.split()[0]):
         return Plan(notes=[f"no C++ compiler was found ({compiler or 'g++ and clang++'}): install g++ or set CXX"])
     os.environ.setdefault("MAX_JOBS", str(parallel_jobs()))
-    version = _first_line([*compiler.split(), "--version"])
     if cpp_extension.is_ninja_available() is False:
         print("megatron_dobb: ninja is not installed, so files are compiled one after the other")
+    notes: list[str] = []
+    architectures = _cuda_architectures(torch, cpp_extension, notes)
+    version = _first_line([*compiler.split(), "--version"])
     macros = [("DOBB_TORCH_VERSION", f'"{torch.__version__}"'), ("DOBB_COMPILER", f'"{version}"')]
+    for_cpu = _extension(cpp_extension, macros, "")
+    return Plan(
+        extensions=[_extension(cpp_extension, macros, architectures) if architectures else for_cpu],
+        commands={"build_ext": _or_with_less(cpp_extension.BuildExtension, notes, [for_cpu] if architectures else [])},
+        notes=notes,
+    )
+
+
+def _extension(cpp_extension: Any, macros: list[tuple[str, str | None]], architectures: str) -> Any:
+    """For setuptools: the extension, with CUDA kernels if there are architectures to compile them for."""
     sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
     flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi"]}
-    result = Plan()
-    architectures = _cuda_architectures(torch, cpp_extension, result.notes)
     kind, include = cpp_extension.CppExtension, []
     if architectures:
-        kind = cpp_extension.CUDAExtension
+        kind, include = cpp_extension.CUDAExtension, [str(ROOT / "csrc" / "cuda" / "nvidia")]
         os.environ["TORCH_CUDA_ARCH_LIST"] = architectures
         sources += sorted(ROOT.glob("csrc/cuda/*.cpp")) + sorted(ROOT.glob("csrc/cuda/*.cu"))
-        macros += [("DOBB_WITH_CUDA", None), ("DOBB_CUDA_ARCHITECTURES", f'"{architectures}"')]
-        include = [str(ROOT / "csrc" / "cuda" / "nvidia")]
+        macros = [*macros, ("DOBB_WITH_CUDA", None), ("DOBB_CUDA_ARCHITECTURES", f'"{architectures}"')]
         flags["nvcc"] = ["-O3", "-std=c++20", "-Xptxas=-v"]
         for folder in _headers_that_the_toolkit_lacks(cpp_extension.CUDA_HOME):
             flags["cxx"] += ["-idirafter", str(folder)]
     relative = [str(source.relative_to(ROOT)) for source in sources]
     headers = [str(header.relative_to(ROOT)) for end in ("h", "cuh") for header in ROOT.glob(f"csrc/**/*.{end}")]
-    result.extensions = [
-        kind(NAME, relative, include_dirs=include, define_macros=macros, extra_compile_args=flags, depends=headers)
-    ]
-    result.commands = {"build_ext": _or_without(cpp_extension.BuildExtension, result.notes)}
-    return result
+    return kind(NAME, relative, include_dirs=include, define_macros=macros, extra_compile_args=flags, depends=headers)
 
 
 def parallel_jobs() -> int:
@@ -98,11 +103,12 @@ def _cuda_architectures(torch: Any, cpp_extension: Any, notes: list[str]) -> str
         return ""
     if torch.version.cuda is None:
         return ""
-    home = cpp_extension.CUDA_HOME
-    nvcc = Path(home or "/nonexistent") / "bin" / "nvcc"
+    nvcc = Path(cpp_extension.CUDA_HOME or "/nonexistent") / "bin" / "nvcc"
     if not nvcc.exists():
         notes.append("no CUDA kernels: nvcc was not found; install the CUDA toolkit or set CUDA_HOME")
         return ""
+    # PyTorch takes the folder above any nvcc on PATH, which may be a script that calls one in a toolkit elsewhere.
+    os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = _toolkit_of(nvcc)
     release = _release(nvcc)
     if release.split(".")[0] != torch.version.cuda.split(".")[0]:
         notes.append(f"no CUDA kernels: {nvcc} is of CUDA {release}, and PyTorch was built with {torch.version.cuda}")
@@ -120,6 +126,14 @@ def _release(nvcc: Path) -> str:
     return text.partition("release ")[2].partition(",")[0] or "unknown release"
 
 
+def _toolkit_of(nvcc: Path) -> str:
+    """The folder of the toolkit whose headers this nvcc uses."""
+    command = [str(nvcc), "--dryrun", "-E", "-x", "cu", os.devnull]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    tops = [line.partition("TOP=")[2].strip() for line in text.splitlines() if line.startswith("#$ TOP=")]
+    return str(Path(tops[0]).resolve()) if tops else str(nvcc.parents[1])
+
+
 def _headers_that_the_toolkit_lacks(cuda_home: str) -> list[Path]:
     """Folders of nvidia's pip packages, where the toolkit has no headers of cuBLAS and the like."""
     if all((Path(cuda_home) / "include" / name).exists() for name in ("cublas_v2.h", "cusparse.h", "cusolverDn.h")):
@@ -131,34 +145,24 @@ def _headers_that_the_toolkit_lacks(cuda_home: str) -> list[Path]:
     return [folder for root in roots for folder in sorted(Path(root).glob("*/include")) if folder.is_dir()]
 
 
-def _name_objects_by_kind(compiler: Any) -> None:
-    """Let x.cu become x.cu.o: as x.o it would be lost to the object file of x.cpp beside it."""
-    original = compiler.object_filenames
-
-    def object_filenames(sources: Any, *args: Any, **kwargs: Any) -> list[str]:
-        sources = list(sources)
-        found = [Path(name) for name in original(sources, *args, **kwargs)]
-        named = [
-            path.with_suffix(".cu" + path.suffix) if Path(source).suffix == ".cu" else path
-            for source, path in zip(sources, found, strict=True)
-        ]
-        return [str(path) for path in named]
-
-    compiler.object_filenames = object_filenames
-
-
-def _or_without(command: Any, notes: list[str]) -> Any:
-    class BuildOrWithout(command):
-        """Install without the extension if it does not compile."""
+def _or_with_less(command: Any, notes: list[str], instead: list[Any]) -> Any:
+    class BuildOrWithLess(command):
+        """If the extension does not compile, build what is to be built instead; or install without."""
 
         def build_extensions(self) -> None:
-            _name_objects_by_kind(self.compiler)
+            nonlocal instead
             try:
                 super().build_extensions()
             except Exception as error:  # compilers fail in many ways
-                notes.insert(0, f"csrc did not compile: {str(error).splitlines()[0]}")
-                say(notes)
-                self.extensions.clear()
+                reason = str(error).splitlines()[0]
+                if instead:
+                    notes.insert(0, f"no CUDA kernels: csrc/cuda did not compile: {reason}")
+                    self.extensions[:], instead = instead, []
+                    self.build_extensions()
+                else:
+                    notes.insert(0, f"csrc did not compile: {reason}")
+                    say(notes)
+                    self.extensions.clear()
 
         def get_outputs(self) -> list[str]:
             return super().get_outputs() if self.extensions else []
@@ -167,7 +171,7 @@ def _or_without(command: Any, notes: list[str]) -> Any:
             if self.extensions:
                 super().copy_extensions_to_source()
 
-    return BuildOrWithout
+    return BuildOrWithLess
 
 
 def say(notes: list[str]) -> None:

@@ -7,10 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from emulation.emulated import BACKWARD, FORWARD, Device, Schedule
-from emulation.update_operation import update
-from megatron_dobb.blocks import Shard
 from unit.update_cases import (
     DTYPES,
     SETTINGS,
@@ -24,6 +20,10 @@ from unit.update_cases import (
     segment,
     signs_of,
 )
+
+from emulation.emulated import BACKWARD, FORWARD, Device, Schedule
+from emulation.update_operation import update
+from megatron_dobb.blocks import Shard
 
 EXACT = 2.0**-15  # relative error of a product of two bf16 terms each, beyond that of fp32
 ROUNDED = 2.0**-7  # of one term each

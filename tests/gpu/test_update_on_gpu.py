@@ -7,10 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from megatron_dobb import extension, ops
-from megatron_dobb.blocks import Shard
-from megatron_dobb.errors import NonFiniteError
 from unit.update_cases import (
     DTYPES,
     SETTINGS,
@@ -23,6 +19,10 @@ from unit.update_cases import (
     random_scales,
     segment,
 )
+
+from megatron_dobb import extension, ops
+from megatron_dobb.blocks import Shard
+from megatron_dobb.errors import NonFiniteError
 
 pytestmark = [
     pytest.mark.gpu,

@@ -71,26 +71,52 @@ def test_a_build_without_torch_gets_no_extension_and_a_note(monkeypatch):
 def test_a_failed_compilation_leaves_a_note_and_no_error(capsys):
     class Broken:
         extensions = [1]  # noqa: RUF012  (as in distutils)
-        compiler = types.SimpleNamespace(object_filenames=list)
 
         def build_extensions(self):
             raise RuntimeError("Error compiling objects\nmore")
 
     notes = []
-    command = extension._or_without(Broken, notes)()
+    command = extension._or_with_less(Broken, notes, [])()
     command.build_extensions()
     assert command.extensions == []
     assert notes == ["csrc did not compile: Error compiling objects"]
     assert "megatron_dobb: csrc did not compile" in capsys.readouterr().out
 
 
-def test_sources_of_one_name_for_host_and_gpu_have_object_files_of_their_own():
-    compiler = types.SimpleNamespace(
-        object_filenames=lambda sources, output_dir="": [f"{output_dir}/{Path(s).with_suffix('.o')}" for s in sources]
-    )
-    extension._name_objects_by_kind(compiler)
-    found = compiler.object_filenames(["cuda/gram.cpp", "cuda/gram.cu"], output_dir="build")
-    assert found == ["build/cuda/gram.o", "build/cuda/gram.cu.o"]
+def test_no_source_of_the_host_and_of_the_gpu_share_an_object_file():
+    for folder in ("csrc", "csrc/cpu", "csrc/cuda"):
+        stems = [path.stem for path in (ROOT / folder).iterdir() if path.suffix in (".cpp", ".cu")]
+        assert len(stems) == len(set(stems))
+
+
+def test_cuda_kernels_that_do_not_compile_leave_a_note_and_the_kernels_of_the_cpu():
+    class Broken:
+        def __init__(self):
+            self.extensions = ["with CUDA"]
+
+        def build_extensions(self):
+            if "with CUDA" in self.extensions:
+                raise RuntimeError("nvcc failed\nmore")
+
+        def get_outputs(self):
+            return list(self.extensions)
+
+    notes = []
+    command = extension._or_with_less(Broken, notes, ["for the CPU"])()
+    command.build_extensions()
+    assert command.get_outputs() == ["for the CPU"]
+    assert notes == ["no CUDA kernels: csrc/cuda did not compile: nvcc failed"]
+
+
+def test_an_nvcc_that_is_a_script_leads_to_the_toolkit_that_it_calls(tmp_path):
+    toolkit, elsewhere = tmp_path / "toolkit" / "bin", tmp_path / "local" / "bin"
+    toolkit.mkdir(parents=True)
+    elsewhere.mkdir(parents=True)
+    (toolkit / "nvcc").write_text(f"#!/bin/sh\necho '#$ TOP={toolkit}/..' >&2\n")
+    (elsewhere / "nvcc").write_text(f'#!/bin/sh\nexec {toolkit}/nvcc "$@"\n')
+    for script in (toolkit / "nvcc", elsewhere / "nvcc"):
+        script.chmod(0o755)
+    assert extension._toolkit_of(elsewhere / "nvcc") == str(tmp_path / "toolkit")
 
 
 @pytest.mark.parametrize(
