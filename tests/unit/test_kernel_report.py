@@ -1,0 +1,61 @@
+"""The report on the CUDA kernels says what the assembler said, and what the source fixes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import kernel_report as report
+
+CUDA = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
+
+PRINTED = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN4dobb4cuda12fused_updateINS0_7VariantILi12ELi2ELi1ELb0ELb1EEEEEvNS0_7OnePassE' for 'sm_90'
+ptxas info    : Function properties for _ZN4dobb4cuda12fused_updateINS0_7VariantILi12ELi2ELi1ELb0ELb1EEEEEvNS0_7OnePassE
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers
+ptxas info    : Compiling entry function '_ZN4dobb4cuda15streamed_updateINS0_8StreamedILi32ELi2EEEEEvNS0_7OnePassE' for 'sm_90'
+ptxas info    : Function properties for _ZN4dobb4cuda15streamed_updateINS0_8StreamedILi32ELi2EEEEEvNS0_7OnePassE
+    16 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 16 bytes cumulative stack size
+ptxas info    : Compiling entry function '_ZN4dobb4cuda10wide_signsILb0EEEvNS0_8WideWorkE' for 'sm_90'
+ptxas info    : Function properties for _ZN4dobb4cuda10wide_signsILb0EEEvNS0_8WideWorkE
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 30 registers, used 0 barriers, 512 bytes smem
+"""  # noqa: E501
+
+
+def test_registers_spills_and_template_arguments_are_read():
+    fused, streamed, wide = report.parse(PRINTED)
+    assert fused == report.Kernel("fused_update", (12, 2, 1, 0, 1), 168, 0, 0)
+    assert streamed == report.Kernel("streamed_update", (32, 2), 255, 44, 0)
+    assert wide == report.Kernel("wide_signs", (0,), 30, 0, 512)
+    assert [report.is_usual(kernel) for kernel in (fused, streamed, wide)] == [True, True, False]
+
+
+def test_an_output_without_a_report_is_an_error():
+    with pytest.raises(ValueError, match="-Xptxas=-v"):
+        report.parse("nvcc warning : nothing")
+
+
+def test_occupancy_follows_from_registers_and_shared_memory():
+    fused, streamed, _ = report.parse(PRINTED)
+    # 192 threads of 168 registers twice; two bases of 192 x 200 bf16 fit into 228 KB.
+    assert report.resident_blocks(fused, report.shape_of(fused), "90") == 2
+    assert report.resident_blocks(streamed, report.shape_of(streamed), "80") == 1
+
+
+def test_the_numbers_of_threads_are_those_of_the_source():
+    text = (CUDA / "update_fused.cuh").read_text()
+    assert "kThreads = kSteps <= 8 ? 128 : kSteps <= 12 ? 192 : 256" in text
+    assert re.search(r"kAhead = V::kSteps <= 8 \? 2 : 1", text)
+    assert "kRows = 64, kThreads = 256" in (CUDA / "update_streamed.cuh").read_text()
+
+
+def test_the_estimate_lies_between_no_overlap_and_full_overlap():
+    fused, streamed, _ = report.parse(PRINTED)
+    for kernel in (fused, streamed):
+        shape = report.shape_of(kernel)
+        low, high = report.bandwidth_share(shape, 1)
+        assert 0 < low < high <= 1
