@@ -55,6 +55,7 @@ def plan() -> Plan:
     macros = [("DOBB_TORCH_VERSION", f'"{torch.__version__}"'), ("DOBB_COMPILER", f'"{version}"')]
     sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
     flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi"]}
+    flags["cxx"] += _threads(torch, version)
     result = Plan()
     architectures = _cuda_architectures(torch, cpp_extension, result.notes)
     kind = cpp_extension.CppExtension
@@ -87,6 +88,20 @@ def parallel_jobs() -> int:
 def _first_line(command: list[str]) -> str:
     found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     return found[0].replace('"', "") if found else command[0]
+
+
+def _threads(torch: Any, compiler: str) -> list[str]:
+    """What makes at::parallel_for more than a loop: its body is compiled here, into calls of PyTorch's OpenMP runtime.
+
+    Only compiled with OpenMP, not linked: the calls resolve to the runtime that PyTorch brings (GNU's), so that there
+    are never two with a thread pool each. clang would emit calls of another runtime.
+    """
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return []
+    if "clang" in compiler:
+        print(f"megatron_dobb: {compiler} cannot use PyTorch's OpenMP runtime: CPU kernels run on one thread; use g++")
+        return []
+    return ["-fopenmp"]
 
 
 def _cuda_architectures(torch: Any, cpp_extension: Any, notes: list[str]) -> str:
