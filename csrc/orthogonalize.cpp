@@ -46,7 +46,7 @@ constexpr float kExact = 2e-6f;
 constexpr double kFirstOrder = 1e-3;
 
 // Squared pivots of the gram of unit columns below this let rounding dominate: the factor is computed with a shift.
-constexpr float kSmallPivot = 1e-4f;
+constexpr float kSmallPivot = 1e-5f;
 
 // Runs f on one thread, inside a parallel region, where any BLAS and LAPACK take no further threads. Without that they
 // would share out the work, and round otherwise than where every thread has a block of its own.
@@ -79,50 +79,59 @@ struct Deviation {
     double frobenius;  // ||Q^T Q - I||_F
 };
 
-// `gram` becomes Q^T Q - I.
-Deviation deviation(at::Tensor& gram, const at::Tensor& matrix) {
-    multiply(gram, matrix.t(), matrix);
+// The upper triangle of `gram` becomes that of Q^T Q - I, given Q^T; below it is anything.
+Deviation deviation(at::Tensor& gram, const at::Tensor& transposed) {
     const std::int64_t width = gram.size(0);
+    for_each_tile(width, [&](std::int64_t first, std::int64_t count) {
+        for (std::int64_t r = first; r < first + count; r += kTileRows) {
+            const std::int64_t rows = std::min(kTileRows, first + count - r), columns = width - r;
+            at::Tensor part = gram.narrow(0, r, rows).narrow(1, r, columns);
+            at::mm_out(part, transposed.narrow(0, r, rows), transposed.narrow(0, r, columns).t());
+        }
+    });
     float* entries = gram.mutable_data_ptr<float>();
     float largest = 0;
     double sum = 0;
     for (std::int64_t r = 0; r < width; ++r) {
+        float* row = entries + r * width;
+        row[r] -= 1;
         float row_largest = 0, row_sum = 0;
-        entries[r * width + r] -= 1;
-        for (std::int64_t c = 0; c < width; ++c) {
-            const float entry = entries[r * width + c];
-            row_largest = std::max(row_largest, std::fabs(entry));  // passes over NaN, which the sum keeps
-            row_sum += entry * entry;
+#pragma omp simd reduction(max : row_largest) reduction(+ : row_sum)
+        for (std::int64_t c = r + 1; c < width; ++c) {
+            row_largest = std::max(row_largest, std::fabs(row[c]));  // passes over NaN, which the sum keeps
+            row_sum += row[c] * row[c];
         }
-        largest = std::max(largest, row_largest);
-        sum += row_sum;
+        largest = std::max({largest, row_largest, std::fabs(row[r])});
+        sum += 2.0 * row_sum + row[r] * row[r];
     }
     return {std::isfinite(sum) ? largest : INFINITY, std::sqrt(sum)};
 }
 
-// `gram` holds E = Q^T Q - I and becomes I - U, where U is E / 2 (all = true) or the upper triangle whose sum with its
-// transpose is E. Q (I - U) is orthonormal up to second order in E; a triangle keeps every column in the span of those
-// before it and itself.
+// The upper triangle of `gram` holds E = Q^T Q - I. The whole becomes I - U, where U is E / 2 (all = true) or the upper
+// triangle whose sum with its transpose is E. Q (I - U) is orthonormal up to second order in E; a triangle keeps every
+// column in the span of those before it and itself.
 void first_order_correction(at::Tensor& gram, bool all) {
     const std::int64_t width = gram.size(0);
     float* entries = gram.mutable_data_ptr<float>();
     for (std::int64_t r = 0; r < width; ++r) {
         float* row = entries + r * width;
-        for (std::int64_t c = 0; c < r; ++c) row[c] = all ? -0.5f * row[c] : 0.0f;
+        for (std::int64_t c = 0; c < r; ++c) row[c] = all ? entries[c * width + r] : 0.0f;  // halved when c was the row
         row[r] = 1 - 0.5f * row[r];
         for (std::int64_t c = r + 1; c < width; ++c) row[c] *= all ? -0.5f : -1.0f;
     }
 }
 
-void make_columns_unit(at::Tensor& matrix) {
+void make_rows_unit(at::Tensor& matrix) {
     const std::int64_t width = matrix.size(1);
     float* entries = matrix.mutable_data_ptr<float>();
-    std::vector<float> norm(width, 0.0f);
-    for (std::int64_t r = 0; r < width; ++r)
-        for (std::int64_t c = 0; c < width; ++c) norm[c] += entries[r * width + c] * entries[r * width + c];
-    for (float& value : norm) value = std::sqrt(value);
-    for (std::int64_t r = 0; r < width; ++r)
-        for (std::int64_t c = 0; c < width; ++c) entries[r * width + c] /= norm[c];
+    for (std::int64_t r = 0; r < matrix.size(0); ++r) {
+        float* row = entries + r * width;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (std::int64_t c = 0; c < width; ++c) sum += row[c] * row[c];
+        const float norm = std::sqrt(sum);
+        for (std::int64_t c = 0; c < width; ++c) row[c] /= norm;
+    }
 }
 
 void add_to_diagonal(at::Tensor& matrix, float value) {
@@ -159,24 +168,30 @@ Factor factorise_first(at::Tensor& gram) {
     return factorise(gram);
 }
 
-// matrix <- matrix R^-1
-void divide(at::Tensor& matrix, const at::Tensor& upper) {
-    for_each_tile(matrix.size(0), [&](std::int64_t first, std::int64_t count) {
-        at::Tensor rows = matrix.narrow(0, first, count);
-        rows.copy_(at::linalg_solve_triangular(upper, rows, /*upper=*/true, /*left=*/false));
+// matrix <- matrix R^-1, given and returned as its transpose
+void divide(at::Tensor& transposed, const at::Tensor& upper) {
+    at::Tensor result = at::empty_like(transposed);
+    for_each_tile(transposed.size(1), [&](std::int64_t first, std::int64_t count) {
+        const at::Tensor rows = transposed.narrow(1, first, count).t();
+        result.narrow(1, first, count)
+            .t()
+            .copy_(at::linalg_solve_triangular(upper, rows, /*upper=*/true, /*left=*/false));
     });
+    transposed = result;
 }
 
 }  // namespace
 
+// In both, A Q lies column by column, which is how LAPACK wants it: buffers hold transposes.
+
 void iterate_householder(const at::Tensor& scaled, at::Tensor& basis) {
     at::Tensor scratch = at::empty_like(basis), reflected;
-    multiply(scratch, basis.t(), scaled.t());  // (A Q)^T, so that A Q is column-major
+    multiply(scratch, basis.t(), scaled.t());
     alone([&] {
         const auto [reflectors, tau] = at::geqrf(scratch.t());
         reflected = at::linalg_householder_product(reflectors, tau);
     });
-    if (deviation(scratch, reflected).largest <= kExact) {
+    if (deviation(scratch, reflected.t()).largest <= kExact) {
         basis.copy_(reflected);
         return;
     }
@@ -185,15 +200,15 @@ void iterate_householder(const at::Tensor& scaled, at::Tensor& basis) {
 }
 
 bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis) {
-    at::Tensor matrix = at::empty_like(basis), gram = at::empty_like(basis);
-    multiply(matrix, damped, basis);
-    make_columns_unit(matrix);
+    at::Tensor transposed = at::empty_like(basis), gram = at::empty_like(basis);
+    multiply(transposed, basis.t(), damped.t());
+    make_rows_unit(transposed);
     for (int pass = 0;; ++pass) {
-        const Deviation found = deviation(gram, matrix);
+        const Deviation found = deviation(gram, transposed);
         if (found.largest <= kExact) break;
         if (found.frobenius <= kFirstOrder) {
             first_order_correction(gram, /*all=*/false);
-            multiply(basis, matrix, gram);
+            multiply(basis, transposed.t(), gram);
             return true;
         }
         if (pass == kCholeskyPasses) {
@@ -203,9 +218,9 @@ bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis) {
         add_to_diagonal(gram, 1);
         const Factor factor = pass == 0 ? factorise_first(gram) : factorise(gram);
         if (!factor.ok) return false;
-        divide(matrix, factor.upper);
+        divide(transposed, factor.upper);
     }
-    basis = matrix;
+    basis.copy_(transposed.t());
     return true;
 }
 
