@@ -160,11 +160,11 @@ Factor factorise(const at::Tensor& gram) {
     return result;
 }
 
-// The factor of a first pass, shifted where the columns are nearly dependent.
-Factor factorise_first(at::Tensor& gram) {
+// The factor, shifted where the columns are nearly dependent.
+Factor factorise_or_shift(at::Tensor& gram) {
     Factor factor = factorise(gram);
     if (factor.ok && factor.smallest_pivot >= kSmallPivot) return factor;
-    add_to_diagonal(gram, kFirstShiftPerColumn * static_cast<float>(gram.size(0)));
+    add_to_diagonal(gram, kShiftPerColumn * static_cast<float>(gram.size(0)));
     return factorise(gram);
 }
 
@@ -216,7 +216,7 @@ bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis) {
             break;
         }
         add_to_diagonal(gram, 1);
-        const Factor factor = pass == 0 ? factorise_first(gram) : factorise(gram);
+        const Factor factor = factorise_or_shift(gram);
         if (!factor.ok) return false;
         divide(transposed, factor.upper);
     }

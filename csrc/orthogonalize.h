@@ -8,8 +8,10 @@
 namespace dobb {
 
 // Constants that megatron_dobb/orthogonalize.py states and explains.
-constexpr float kMaxError = 1e-5f, kDamping = 1e-5f, kFirstShiftPerColumn = 1e-7f;
-constexpr int kCholeskyPasses = 3;
+constexpr float kMaxError = 1e-5f, kDamping = 1e-5f, kShiftPerColumn = 1e-7f;
+
+// One more pass than in megatron_dobb/orthogonalize.py, for blocks of nearly equal features; others stop before.
+constexpr int kCholeskyPasses = 4;
 
 // From this width on, the work inside a block is shared out to the threads as well.
 constexpr std::int64_t kWideBlock = 512;
