@@ -153,7 +153,8 @@ def test_dead_features_stay_exactly_unmixed_over_refreshes_with_bf16_bases(metho
 def test_an_unusable_moment_counts_as_the_identity(method, bad):
     moment, start = moments(7)[:3], random_basis(7).float().expand(3, 7, 7)
     expected = op(moment, start, method)[0]
-    moment[1] = 0
+    if bad == 0:
+        moment[1] = 0
     moment[1, 2, 3] = bad
     basis, fell_back = op(moment, start, method)
     assert not fell_back.any()
