@@ -18,6 +18,10 @@ _TOKENS_AT_A_TIME = 1024
 narrow blocks add token by token, whose rounding would otherwise reach 1e-5 of a sum over 20,000 tokens."""
 
 
+_ENTRIES_AT_A_TIME = 2**17
+"""Entries of the moments that a CPU folds at once, so that the intermediate results stay in its caches."""
+
+
 class RefreshBasis(Protocol):
     """`orthogonalize.refresh_basis`, or what computes the same."""
 
@@ -88,13 +92,25 @@ def fold(moment: Tensor, total: Tensor, tokens: Tensor, *, beta: float) -> Tenso
     Returns:
         `[k]`, whether the block's sums entered `A`.
     """
+    blocks = len(moment)
+    if moment.device.type == "cpu":
+        blocks = _ENTRIES_AT_A_TIME // moment.shape[-1] ** 2
+    parts = [tensor.split(max(1, blocks)) for tensor in (moment, total, tokens)]
+    return torch.cat([_fold(*part, beta) for part in zip(*parts, strict=True)])
+
+
+def _fold(moment: Tensor, total: Tensor, tokens: Tensor, beta: float) -> Tensor:
     mean = total / tokens[:, None, None]
     averaged = (moment.float() * beta).add_(mean, alpha=1 - beta).to(moment.dtype)
     # Tested after the division and the rounding, which can underflow and overflow.
-    finite = averaged.isfinite().flatten(1).all(dim=1)
-    accepted = (tokens > 0) & finite & (mean != 0).flatten(1).any(dim=1)
+    accepted = (tokens > 0) & _largest(averaged).isfinite() & (_largest(mean) > 0)
     torch.where(accepted[:, None, None], averaged, moment, out=moment)
     return accepted
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """The largest magnitude in every block, NaN where there is one: a faster reduction than those of booleans."""
+    return blocks.abs().amax(dim=(-2, -1))
 
 
 @torch.no_grad()
