@@ -184,19 +184,18 @@ void divide(at::Tensor& transposed, const at::Tensor& upper) {
 
 // In both, A Q lies column by column, which is how LAPACK wants it: buffers hold transposes.
 
-void iterate_householder(const at::Tensor& scaled, at::Tensor& basis) {
-    at::Tensor scratch = at::empty_like(basis), reflected;
+at::Tensor iterate_householder(const at::Tensor& scaled, const at::Tensor& basis) {
+    at::Tensor scratch = at::empty_like(scaled), reflected;
     multiply(scratch, basis.t(), scaled.t());
     alone([&] {
         const auto [reflectors, tau] = at::geqrf(scratch.t());
         reflected = at::linalg_householder_product(reflectors, tau);
     });
-    if (deviation(scratch, reflected.t()).largest <= kExact) {
-        basis.copy_(reflected);
-        return;
-    }
+    if (deviation(scratch, reflected.t()).largest <= kExact) return reflected;
     first_order_correction(scratch, /*all=*/true);
-    multiply(basis, reflected, scratch);
+    at::Tensor result = at::empty_like(scaled);
+    multiply(result, reflected, scratch);
+    return result;
 }
 
 bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis) {

@@ -16,11 +16,12 @@ constexpr int kCholeskyPasses = 4;
 // From this width on, the work inside a block is shared out to the threads as well.
 constexpr std::int64_t kWideBlock = 512;
 
-// Q [b, b] <- orth(A Q) by Householder reflections. Both are contiguous fp32 of their own storage; `basis` is replaced
-// by the result. The bits depend on A and Q alone, not on the number of threads.
-void iterate_householder(const at::Tensor& scaled, at::Tensor& basis);
+// orth(A Q) [b, b], in any layout, by Householder reflections. A is contiguous fp32 of its own storage, and Q such a
+// tensor or a result of this. The bits depend on A and Q alone, not on the number of threads.
+at::Tensor iterate_householder(const at::Tensor& scaled, const at::Tensor& basis);
 
-// The same by Cholesky QR. False, and a basis not to be used, where it broke down or misses kMaxError.
+// The same by Cholesky QR; `basis` is replaced by the result. False, and a basis not to be used, where it broke down or
+// misses kMaxError.
 bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis);
 
 // Calls block(j) for j = 0 .. blocks - 1, on as many threads as there are. Inside, linear algebra runs on one thread.

@@ -4,7 +4,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <string_view>
 #include <tuple>
 
@@ -37,8 +36,10 @@ at::Tensor scaled_block(const at::Tensor& moment, float damping) {
     float* entries = result.mutable_data_ptr<float>();
     float largest = 0;
     for (std::int64_t i = 0; i < width; ++i) largest = std::max(largest, entries[i * width + i]);
-    bool usable = largest > 0;
-    for (std::int64_t i = 0; i < width * width; ++i) usable &= std::isfinite(entries[i]);
+    float zero = 0;  // or NaN
+#pragma omp simd reduction(+ : zero)
+    for (std::int64_t i = 0; i < width * width; ++i) zero += entries[i] - entries[i];
+    const bool usable = largest > 0 && zero == 0;
     if (usable)
         for (std::int64_t i = 0; i < width * width; ++i) entries[i] /= largest;
     else
@@ -57,7 +58,7 @@ at::Tensor own_copy(const at::Tensor& basis) {
 at::Tensor by_householder(const at::Tensor& moment, const at::Tensor& start, std::int64_t iterations) {
     const at::Tensor scaled = scaled_block(moment, 0);
     at::Tensor basis = own_copy(start);
-    for (std::int64_t i = 0; i < iterations; ++i) iterate_householder(scaled, basis);
+    for (std::int64_t i = 0; i < iterations; ++i) basis = iterate_householder(scaled, basis);
     return basis;
 }
 

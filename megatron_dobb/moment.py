@@ -18,10 +18,6 @@ _TOKENS_AT_A_TIME = 1024
 narrow blocks add token by token, whose rounding would otherwise reach 1e-5 of a sum over 20,000 tokens."""
 
 
-_ENTRIES_AT_A_TIME = 2**17
-"""Entries of the moments that a CPU folds at once, so that the intermediate results stay in its caches."""
-
-
 class RefreshBasis(Protocol):
     """`orthogonalize.refresh_basis`, or what computes the same."""
 
@@ -92,14 +88,6 @@ def fold(moment: Tensor, total: Tensor, tokens: Tensor, *, beta: float) -> Tenso
     Returns:
         `[k]`, whether the block's sums entered `A`.
     """
-    blocks = len(moment)
-    if moment.device.type == "cpu":
-        blocks = _ENTRIES_AT_A_TIME // moment.shape[-1] ** 2
-    parts = [tensor.split(max(1, blocks)) for tensor in (moment, total, tokens)]
-    return torch.cat([_fold(*part, beta) for part in zip(*parts, strict=True)])
-
-
-def _fold(moment: Tensor, total: Tensor, tokens: Tensor, beta: float) -> Tensor:
     mean = total / tokens[:, None, None]
     averaged = (moment.float() * beta).add_(mean, alpha=1 - beta).to(moment.dtype)
     # Tested after the division and the rounding, which can underflow and overflow.
