@@ -55,18 +55,20 @@ def plan() -> Plan:
     architectures = _cuda_architectures(torch, cpp_extension, notes)
     version = _first_line([*compiler.split(), "--version"])
     macros = [("DOBB_TORCH_VERSION", f'"{torch.__version__}"'), ("DOBB_COMPILER", f'"{version}"')]
-    for_cpu = _extension(cpp_extension, macros, "")
+    threads = _threads(torch, version)
+    for_cpu = _extension(cpp_extension, macros, threads, "")
     return Plan(
-        extensions=[_extension(cpp_extension, macros, architectures) if architectures else for_cpu],
+        extensions=[_extension(cpp_extension, macros, threads, architectures) if architectures else for_cpu],
         commands={"build_ext": _or_with_less(cpp_extension.BuildExtension, notes, [for_cpu] if architectures else [])},
         notes=notes,
     )
 
 
-def _extension(cpp_extension: Any, macros: list[tuple[str, str | None]], architectures: str) -> Any:
+def _extension(cpp_extension: Any, macros: list[tuple[str, str | None]], threads: list[str], architectures: str) -> Any:
     """For setuptools: the extension, with CUDA kernels if there are architectures to compile them for."""
     sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
     flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi"]}
+    flags["cxx"] += threads
     kind, include = cpp_extension.CppExtension, []
     if architectures:
         kind, include = cpp_extension.CUDAExtension, [str(ROOT / "csrc" / "cuda" / "nvidia")]
@@ -95,6 +97,20 @@ def parallel_jobs() -> int:
 def _first_line(command: list[str]) -> str:
     found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     return found[0].replace('"', "") if found else command[0]
+
+
+def _threads(torch: Any, compiler: str) -> list[str]:
+    """What makes at::parallel_for more than a loop: its body is compiled here, into calls of PyTorch's OpenMP runtime.
+
+    Only compiled with OpenMP, not linked: the calls resolve to the runtime that PyTorch brings (GNU's), so that there
+    are never two with a thread pool each. clang would emit calls of another runtime.
+    """
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return []
+    if "clang" in compiler:
+        print(f"megatron_dobb: {compiler} cannot use PyTorch's OpenMP runtime: CPU kernels run on one thread; use g++")
+        return []
+    return ["-fopenmp"]
 
 
 def _cuda_architectures(torch: Any, cpp_extension: Any, notes: list[str]) -> str:

@@ -13,6 +13,11 @@ PYBIND11_MODULE(_C, module) {
     module.attr("torch_version") = DOBB_TORCH_VERSION;
     module.attr("compiler") = DOBB_COMPILER;
     module.attr("cuda_architectures") = DOBB_CUDA_ARCHITECTURES;  // empty without CUDA kernels
+#ifdef _OPENMP
+    module.attr("parallel") = true;
+#else
+    module.attr("parallel") = false;  // at::parallel_for is a plain loop
+#endif
     module.def("supported_cpu_kernels", &dobb::cpu::supported_kernels);
     module.def("chosen_cpu_kernel", &dobb::cpu::chosen_kernel);
     module.def("choose_cpu_kernel", &dobb::cpu::choose_kernel);

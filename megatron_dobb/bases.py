@@ -63,7 +63,11 @@ class ModelBases:
         counts = RefreshCounts()
         for group, moments in zip(self.groups, self.moments, strict=True):
             found = group.refresh(
-                sums, beta=self.config.moment_beta, method=self.config.qr, iterations=self.config.iterations
+                sums,
+                beta=self.config.moment_beta,
+                method=self.config.qr,
+                iterations=self.config.iterations,
+                backend=self.config.backend,
             )
             counts.skipped += found.skipped
             counts.fallbacks += found.fallbacks

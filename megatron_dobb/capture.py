@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ops import gram_
+from .ops import Backend, gram_
 
 ActivationOf = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -56,6 +56,7 @@ class Capture:
         ranks: number of data-parallel ranks that hold different sequences.
         default_to_first: with `sequences` None, settle it at the first captured micro-batch as one micro-batch of
             every rank.
+        backend: what computes the sums, see `ops.gram_`.
         counting: whether the root's current forward call is a micro-batch; None outside of such calls.
     """
 
@@ -65,6 +66,7 @@ class Capture:
     rank: int = 0
     ranks: int = 1
     default_to_first: bool = False
+    backend: Backend = "auto"
     armed: bool = False
     microbatch: int = -1
     counting: bool | None = None
@@ -136,7 +138,7 @@ class Capture:
                 if entry.total is None:
                     width = source.width
                     entry.total = x.new_zeros(x.shape[-1] // width, width, width, dtype=torch.float32)
-                gram_(entry.total, x, source.width)
+                gram_(entry.total, x, source.width, self.backend)
                 entry.tokens += x.numel() // x.shape[-1]
 
         return capture

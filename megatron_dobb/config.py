@@ -53,8 +53,8 @@ class DobbConfig:
         update_scale: `tau`, the update's RMS for a weight with `m >= n`.
         moment_dtype: storage of the moments, `fp32` or `bf16`.
         basis_dtype: storage of the bases, `fp32` or `bf16`.
-        backend: what computes the update: `auto` takes the compiled extension where it is there, `extension` and
-            `reference` (plain PyTorch) insist on one.
+        backend: what computes the update, the moment sums and the bases: `auto` takes the compiled extension where it
+            is there, `extension` and `reference` (plain PyTorch) insist on one.
         precision: `exact` decides signs as fp32 products would, `bf16` may round the momentum and the basis first.
 
     Raises:

@@ -14,6 +14,7 @@ All splits are fixed at construction. A group of one rank communicates nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from .capture import MomentSum
 from .errors import CaptureError, LayoutError
 from .moment import pack_triangle, refresh_, unpack_triangle
+from .ops import Backend, refresh_basis
 from .orthogonalize import Method
 from .owners import Block, FlatExchange, Ownership
 
@@ -106,7 +108,15 @@ class RefreshGroup:
         positions = [i for i, (name, _) in enumerate(self.held) if name == key]
         return self.basis[positions[0] : positions[-1] + 1]
 
-    def refresh(self, sums: Mapping[str, MomentSum], *, beta: float, method: Method, iterations: int) -> RefreshCounts:
+    def refresh(
+        self,
+        sums: Mapping[str, MomentSum],
+        *,
+        beta: float,
+        method: Method,
+        iterations: int,
+        backend: Backend = "auto",
+    ) -> RefreshCounts:
         """Fold the captured sums of all ranks into the moments and renew the bases.
 
         Args:
@@ -114,6 +124,7 @@ class RefreshGroup:
             beta: decay of the moments.
             method: how to orthogonalise.
             iterations: orthogonal iterations.
+            backend: see `ops.refresh_basis`.
 
         Returns:
             Counts over all ranks of the group.
@@ -128,7 +139,11 @@ class RefreshGroup:
         tokens = received[len(self.owned) * self.triangle :][self.token_index]
         basis = self.basis[self.owned_positions]
         skipped, fallbacks = refresh_(
-            self.moment, basis, total, tokens, beta=beta, method=method, iterations=iterations
+            *(self.moment, basis, total, tokens),
+            beta=beta,
+            method=method,
+            iterations=iterations,
+            orthogonalize=partial(refresh_basis, backend=backend),
         )
         self.basis[self.owned_positions] = basis
         everyone = self._send_to_holders(torch.stack([skipped, fallbacks, self._unseen(tokens)]).to(torch.int32))

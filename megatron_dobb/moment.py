@@ -5,17 +5,23 @@ A linear layer with input `x` of `n` features has the moment blocks `A_j [b, b]`
 blocks, of one or of many weights, along their first axis.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import BlockError
-from .orthogonalize import Method, full_precision, refresh_basis
+from .orthogonalize import Method, RefreshedBasis, full_precision, refresh_basis
 
 _TOKENS_AT_A_TIME = 1024
 """Tokens in one product. It bounds the fp32 copy of the activations, and the error of the sum: products of
 narrow blocks add token by token, whose rounding would otherwise reach 1e-5 of a sum over 20,000 tokens."""
+
+
+class RefreshBasis(Protocol):
+    """`orthogonalize.refresh_basis`, or what computes the same."""
+
+    def __call__(self, moment: Tensor, basis: Tensor, *, method: Method, iterations: int) -> RefreshedBasis: ...
 
 
 class RefreshCounts(NamedTuple):
@@ -85,10 +91,14 @@ def fold(moment: Tensor, total: Tensor, tokens: Tensor, *, beta: float) -> Tenso
     mean = total / tokens[:, None, None]
     averaged = (moment.float() * beta).add_(mean, alpha=1 - beta).to(moment.dtype)
     # Tested after the division and the rounding, which can underflow and overflow.
-    finite = averaged.isfinite().flatten(1).all(dim=1)
-    accepted = (tokens > 0) & finite & (mean != 0).flatten(1).any(dim=1)
+    accepted = (tokens > 0) & _largest(averaged).isfinite() & (_largest(mean) > 0)
     torch.where(accepted[:, None, None], averaged, moment, out=moment)
     return accepted
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """The largest magnitude in every block, NaN where there is one: a faster reduction than those of booleans."""
+    return blocks.abs().amax(dim=(-2, -1))
 
 
 @torch.no_grad()
@@ -101,6 +111,7 @@ def refresh_(
     beta: float,
     method: Method,
     iterations: int = 1,
+    orthogonalize: RefreshBasis = refresh_basis,
 ) -> RefreshCounts:
     """Fold new sums into the moments and refresh the bases, both in place.
 
@@ -114,6 +125,7 @@ def refresh_(
         beta: see `fold`.
         method: see `refresh_basis`.
         iterations: see `refresh_basis`.
+        orthogonalize: what computes the new bases: plain PyTorch, or `ops.refresh_basis`.
 
     Raises:
         ConfigError: from `refresh_basis`.
@@ -121,6 +133,6 @@ def refresh_(
     accepted = fold(moment, total, tokens, beta=beta)
     chosen = accepted[:, None, None]
     # Kept blocks are computed with the rest, whatever they hold, and their result is dropped.
-    refreshed = refresh_basis(moment, basis, method=method, iterations=iterations)
+    refreshed = orthogonalize(moment, basis, method=method, iterations=iterations)
     torch.where(chosen, refreshed.basis.to(basis.dtype), basis, out=basis)
     return RefreshCounts(skipped=(~accepted).sum(), fallbacks=(refreshed.fell_back & accepted).sum())

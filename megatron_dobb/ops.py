@@ -1,4 +1,4 @@
-"""The one door to the update: the extension's fused kernels where they are there, plain PyTorch elsewhere."""
+"""The one door to the update, the moment sums and the bases: the extension where it is there, else plain PyTorch."""
 
 import os
 import warnings
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from . import extension, moment, reference
 from .errors import NonFiniteError, UnsupportedError
+from .orthogonalize import Method, RefreshedBasis, full_precision
+from .orthogonalize import refresh_basis as plain_refresh_basis
 from .reference import Segment
 
 Backend = Literal["auto", "extension", "reference"]
@@ -125,13 +127,14 @@ def update(
     return [entry for entry in pending if entry[1].device.type != "cpu"]
 
 
-def gram_(total: Tensor, activations: Tensor, width: int) -> None:
+def gram_(total: Tensor, activations: Tensor, width: int, backend: Backend = "auto") -> None:
     """Add `sum_tokens x_j x_j^T` of every block to `total`, as `moment.gram` computes it.
 
     Args:
         total: sums `[n / b, b, b]` in fp32, contiguous, changed in place.
         activations: `x [..., n]` in any floating dtype; every leading position is a token.
         width: features in one block, `b`.
+        backend: `reference` keeps the extension out of it. It sums on CPUs only; elsewhere PyTorch does.
 
     Raises:
         BlockError: if `width` does not divide `n`.
@@ -139,10 +142,35 @@ def gram_(total: Tensor, activations: Tensor, width: int) -> None:
     rows = activations.detach().reshape(-1, activations.shape[-1])
     device = rows.device.type
     supported = rows.dtype in _GRAM_DTYPES.get(device, ()) and width > 0 and not rows.shape[1] % width
-    if supported and extension.runs_on(device):
+    if supported and _may_run(device, backend):
         torch.ops.dobb.gram_(total, rows if rows.stride(1) == 1 else rows.contiguous(), width)
     else:
         total += moment.gram(activations, width)
+
+
+def refresh_basis(
+    moment: Tensor, basis: Tensor, *, method: Method, iterations: int = 1, backend: Backend = "auto"
+) -> RefreshedBasis:
+    """`Q <- orth(A Q)` for every block: `orthogonalize.refresh_basis`, on all threads where the extension allows.
+
+    On a CPU the extension computes each block on its own: its bits depend neither on the blocks it comes with nor on
+    the number of threads. It checks each block after every pass of Cholesky QR and stops at the first that is enough.
+
+    Args:
+        moment: second moments `A [k, b, b]`.
+        basis: old bases `Q [k, b, b]`. Neither is changed.
+        method: how to orthonormalise (`--dobb-qr`); `eigh` is plain PyTorch everywhere.
+        iterations: steps of subspace iteration (`--dobb-iterations`).
+        backend: `reference` keeps the extension out of it. It refreshes on CPUs only; elsewhere PyTorch does.
+
+    Raises:
+        ConfigError: on an unknown method or fewer than one iteration.
+    """
+    compiled = moment.device.type == "cpu" and method in ("householder", "cholesky") and iterations >= 1
+    if not compiled or not _may_run("cpu", backend):
+        return plain_refresh_basis(moment, basis, method=method, iterations=iterations)
+    with full_precision(moment.device):
+        return RefreshedBasis(*torch.ops.dobb.refresh_basis(moment, basis, method, iterations))
 
 
 def check(pending: Pending) -> None:
@@ -159,6 +187,11 @@ def check(pending: Pending) -> None:
                 f"{number} coefficients of the momentum were not finite, in {shown}: NaN went into these weights. The "
                 "gradients or the momentum were too large for fp32; continue from a checkpoint, with clipped gradients"
             )
+
+
+def _may_run(device: str, backend: Backend) -> bool:
+    """Whether the extension computes what is not an update. `update` is what insists on it or warns."""
+    return backend != "reference" and extension.runs_on(device)
 
 
 def _takes(segment: Segment, backend: Backend) -> bool:

@@ -121,6 +121,7 @@ class Dobb(torch.optim.Optimizer):
             rank=dist.get_rank(self._group) if self._group is not None else 0,
             ranks=dist.get_world_size(self._group) if self._group is not None else 1,
             default_to_first=self.config.capture == "first",
+            backend=self.config.backend,
         )
         self._remove = weakref.finalize(self, _release, self._capture)
         self._remove.atexit = False

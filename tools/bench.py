@@ -112,10 +112,12 @@ class Contenders:
             basis = torch.cat([segments[i].basis for i in chosen])
             batches.append((total.clone(), basis, total, torch.ones(len(total), device=self.device)))
         for method in ("householder", "cholesky"):
+            # Bases of its own: what one method leaves behind would make the other's next refresh easier.
+            own = [(moment.clone(), basis.clone(), total, tokens) for moment, basis, total, tokens in batches]
 
-            def refresh(method: Any = method) -> None:
-                for moment, basis, total, tokens in batches:
-                    refresh_(moment, basis, total, tokens, beta=0.95, method=method)
+            def refresh(method: Any = method, own: Any = own) -> None:
+                for moment, basis, total, tokens in own:
+                    refresh_(moment, basis, total, tokens, beta=0.95, method=method, orthogonalize=ops.refresh_basis)
 
             self.steps[f"refresh of all bases, {method}"] = refresh
             self.slow.add(f"refresh of all bases, {method}")

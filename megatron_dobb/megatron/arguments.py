@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("moment-dtype", "Storage of the moments.", choices=tuple(DTYPES), default=default.moment_dtype)
     add("basis-dtype", "Storage of the bases.", choices=tuple(DTYPES), default=default.basis_dtype)
-    add("backend", "What computes the update.", choices=BACKENDS, default=default.backend)
+    add("backend", "What computes update, moment sums and bases.", choices=BACKENDS, default=default.backend)
     add("precision", "How the signs of the coefficients are found.", choices=PRECISIONS, default=default.precision)
     return parser
 

@@ -136,6 +136,7 @@ class DobbDistributedOptimizer(DistributedOptimizer):
                     rank=self.model_chunks[0].dp_group.rank(),
                     ranks=self.model_chunks[0].dp_group.size(),
                     default_to_first=self.dobb.capture == "first",
+                    backend=self.dobb.backend,
                 )
             )
         self._begin_step()
@@ -214,7 +215,11 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         to_report = RefreshCounts()
         for group in self.refresh_groups:
             found = group.refresh(
-                sums, beta=self.dobb.moment_beta, method=self.dobb.qr, iterations=self.dobb.iterations
+                sums,
+                beta=self.dobb.moment_beta,
+                method=self.dobb.qr,
+                iterations=self.dobb.iterations,
+                backend=self.dobb.backend,
             )
             self.refresh_counts.skipped += found.skipped
             self.refresh_counts.fallbacks += found.fallbacks

@@ -49,6 +49,15 @@ def test_the_extension_of_the_cpu_holds_every_source_of_the_cpu(monkeypatch):
     assert not plan.notes
 
 
+@pytest.mark.parametrize(
+    ("backend_in_use", "compiler", "expected"),
+    [("OpenMP", "g++ 12", ["-fopenmp"]), ("native thread pool", "g++ 12", []), ("OpenMP", "Debian clang 14", [])],
+)
+def test_loops_are_compiled_for_the_threads_that_pytorch_has(backend_in_use, compiler, expected):
+    config = types.SimpleNamespace(parallel_info=lambda: f"ATen parallel backend: {backend_in_use}")
+    assert extension._threads(types.SimpleNamespace(__config__=config), compiler) == expected
+
+
 def test_no_extension_on_request(monkeypatch):
     monkeypatch.setenv("MEGATRON_DOBB_NO_EXTENSION", "1")
     assert extension.plan() == extension.Plan(notes=["MEGATRON_DOBB_NO_EXTENSION=1 was set"])
