@@ -95,7 +95,7 @@ void meet(Operation operation, void* argument, const Site& site);
 
 void check_aligned(const void* address, std::size_t bytes, const char* what, const Site& site);
 void check_shared(const void* address, std::size_t bytes, const char* what, const Site& site);
-void note_read(const void* address, std::size_t bytes);
+void note_read(const void* address, std::size_t bytes, const Site& site);
 void add_atomically(unsigned long long* to, unsigned long long x);
 void add_copy(void* shared, const void* global, const Site& site);
 void commit_copies();
@@ -139,7 +139,7 @@ inline std::uint32_t shuffle(std::uint32_t x, int mask, const Site& site) {
 inline void load_matrices(Operation operation, std::uint32_t (&x)[4], const void* row, const Site& site) {
     check_aligned(row, 16, "load_matrices", site);
     check_shared(row, 16, "load_matrices", site);
-    note_read(row, 16);
+    note_read(row, 16, site);
     LoadMatrices argument{x, row};
     meet(operation, &argument, site);
 }

@@ -15,7 +15,8 @@
 namespace dobb::emulation {
 namespace {
 
-constexpr int kUntouched = 0xa5;
+constexpr int kUntouched = 0xa5;       // in front of a buffer
+constexpr int kNotInitialized = 0xff;  // NaN, for scratch memory that a kernel reads before it wrote
 
 std::map<std::string, void (*)(Call&)>& operations() {
     static std::map<std::string, void (*)(Call&)> all;
@@ -107,6 +108,7 @@ void serve(const std::string& operation) {
 Buffer::Buffer(std::size_t bytes, std::size_t off_alignment)
     : bytes_(bytes), off_alignment_(off_alignment), memory_(new std::byte[bytes + off_alignment]) {
     std::memset(memory_.get(), kUntouched, off_alignment);
+    std::memset(data(), kNotInitialized, bytes);
     simt::emulation::watch_memory(data(), bytes);
 }
 

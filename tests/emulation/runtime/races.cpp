@@ -61,19 +61,20 @@ std::string describe(const Stamp& stamp) {
 }
 
 [[noreturn]] void race(const Region& region, std::size_t byte, const char* what, const std::string& other,
-                       const void* code) {
+                       const Origin& origin) {
     std::ostringstream message;
     message << "a race: " << what << " byte " << byte << " of "
             << (region.shared ? "shared memory" : "a buffer of " + std::to_string(region.bytes) + " bytes")
             << ", which " << other;
+    if (origin.site != nullptr) fault(message.str(), *origin.site);
     Dl_info found;
-    if (code != nullptr && dladdr(code, &found) != 0)
+    if (origin.code != nullptr && dladdr(origin.code, &found) != 0)
         message << "; code at +0x" << std::hex
-                << static_cast<const char*>(code) - static_cast<const char*>(found.dli_fbase) - 1;
+                << static_cast<const char*>(origin.code) - static_cast<const char*>(found.dli_fbase) - 1;
     fault(message.str());
 }
 
-void note(Access access, Region& region, std::size_t byte, const Stamp& here, const void* code) {
+void note(Access access, Region& region, std::size_t byte, const Stamp& here, const Origin& origin) {
     Cell& cell = region.cells[byte];
     const char* what = access == Access::kRead ? "reads" : "writes";
     if (access == Access::kCopyDone) {
@@ -81,9 +82,9 @@ void note(Access access, Region& region, std::size_t byte, const Stamp& here, co
         return;
     }
     if (cell.copying && cell.write.launch == here.launch && cell.write.block == here.block)
-        race(region, byte, what, "a copy of " + describe(cell.write) + " may not have reached yet", code);
+        race(region, byte, what, "a copy of " + describe(cell.write) + " may not have reached yet", origin);
     if (!ordered(cell.write, here, region.shared))
-        race(region, byte, what, describe(cell.write) + " wrote without a barrier between them", code);
+        race(region, byte, what, describe(cell.write) + " wrote without a barrier between them", origin);
     const bool reads_ordered = ordered(cell.read, here, region.shared);
     if (access == Access::kRead) {
         const Stamp before = cell.read;
@@ -94,13 +95,13 @@ void note(Access access, Region& region, std::size_t byte, const Stamp& here, co
         }
         return;
     }
-    if (!reads_ordered) race(region, byte, what, describe(cell.read) + " read without a barrier between them", code);
+    if (!reads_ordered) race(region, byte, what, describe(cell.read) + " read without a barrier between them", origin);
     cell = {here, {}, access == Access::kCopyUnderWay};
 }
 
 }  // namespace
 
-void note_access(Access access, const void* address, std::size_t bytes, const void* code) {
+void note_access(Access access, const void* address, std::size_t bytes, const Origin& origin) {
     if (!device.watch_races || !state.inside) return;
     const auto at = reinterpret_cast<std::uintptr_t>(address),
                shared = reinterpret_cast<std::uintptr_t>(position.shared);
@@ -118,7 +119,7 @@ void note_access(Access access, const void* address, std::size_t bytes, const vo
     }
     const Stamp here = now();
     for (std::size_t i = at - begin; i < at - begin + bytes && i < region->cells.size(); ++i)
-        note(access, *region, i, here, code);
+        note(access, *region, i, here, origin);
 }
 
 void watch_memory(const void* address, std::size_t bytes) {
@@ -152,18 +153,18 @@ void races_enter_thread(bool inside) { state.inside = inside; }
 using dobb::simt::emulation::Access;
 using dobb::simt::emulation::note_access;
 
-#define DOBB_ACCESSES_OF(bytes)                                                   \
-    void __tsan_read##bytes(void* address) {                                      \
-        note_access(Access::kRead, address, bytes, __builtin_return_address(0));  \
-    }                                                                             \
-    void __tsan_write##bytes(void* address) {                                     \
-        note_access(Access::kWrite, address, bytes, __builtin_return_address(0)); \
-    }                                                                             \
-    void __tsan_unaligned_read##bytes(void* address) {                            \
-        note_access(Access::kRead, address, bytes, __builtin_return_address(0));  \
-    }                                                                             \
-    void __tsan_unaligned_write##bytes(void* address) {                           \
-        note_access(Access::kWrite, address, bytes, __builtin_return_address(0)); \
+#define DOBB_ACCESSES_OF(bytes)                                                              \
+    void __tsan_read##bytes(void* address) {                                                 \
+        note_access(Access::kRead, address, bytes, {nullptr, __builtin_return_address(0)});  \
+    }                                                                                        \
+    void __tsan_write##bytes(void* address) {                                                \
+        note_access(Access::kWrite, address, bytes, {nullptr, __builtin_return_address(0)}); \
+    }                                                                                        \
+    void __tsan_unaligned_read##bytes(void* address) {                                       \
+        note_access(Access::kRead, address, bytes, {nullptr, __builtin_return_address(0)});  \
+    }                                                                                        \
+    void __tsan_unaligned_write##bytes(void* address) {                                      \
+        note_access(Access::kWrite, address, bytes, {nullptr, __builtin_return_address(0)}); \
     }
 
 extern "C" {
@@ -173,10 +174,10 @@ DOBB_ACCESSES_OF(4)
 DOBB_ACCESSES_OF(8)
 DOBB_ACCESSES_OF(16)
 void __tsan_read_range(void* address, std::size_t bytes) {
-    note_access(Access::kRead, address, bytes, __builtin_return_address(0));
+    note_access(Access::kRead, address, bytes, {nullptr, __builtin_return_address(0)});
 }
 void __tsan_write_range(void* address, std::size_t bytes) {
-    note_access(Access::kWrite, address, bytes, __builtin_return_address(0));
+    note_access(Access::kWrite, address, bytes, {nullptr, __builtin_return_address(0)});
 }
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <source_location>
 
 namespace dobb::simt::emulation {
 
@@ -16,8 +17,13 @@ enum class Access {
     kCopyDone,
 };
 
-// `code` is an address in the code that asks for it, or null.
-void note_access(Access access, const void* address, std::size_t bytes, const void* code);
+// Where the access is: a place in the source, or else an address in the code, or neither.
+struct Origin {
+    const std::source_location* site = nullptr;
+    const void* code = nullptr;
+};
+
+void note_access(Access access, const void* address, std::size_t bytes, const Origin& origin);
 
 // Global memory; accesses to what is neither this nor shared memory are not looked at.
 void watch_memory(const void* address, std::size_t bytes);

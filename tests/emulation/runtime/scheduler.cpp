@@ -300,8 +300,8 @@ void check_shared(const void* address, std::size_t bytes, const char* what, cons
               site);
 }
 
-void note_read(const void* address, std::size_t bytes) {
-    note_access(Access::kRead, address, bytes, __builtin_return_address(0));
+void note_read(const void* address, std::size_t bytes, const Site& site) {
+    note_access(Access::kRead, address, bytes, {&site});
 }
 
 void add_atomically(unsigned long long* to, unsigned long long x) { *to += x; }
@@ -310,8 +310,8 @@ void add_copy(void* shared, const void* global, const Site& site) {
     check_aligned(shared, 16, "copy_async", site);
     check_aligned(global, 16, "copy_async", site);
     check_shared(shared, 16, "copy_async", site);
-    note_access(Access::kRead, global, sizeof(Quad), __builtin_return_address(0));
-    note_access(Access::kCopyUnderWay, shared, sizeof(Quad), __builtin_return_address(0));
+    note_access(Access::kRead, global, sizeof(Quad), {&site});
+    note_access(Access::kCopyUnderWay, shared, sizeof(Quad), {&site});
     Quad probe;
     std::memcpy(&probe, global, sizeof(probe));          // out of bounds is found here, where the kernel asks for it
     std::memset(shared, kNotInitialized, sizeof(Quad));  // until the wait it is neither the old nor the new
@@ -328,7 +328,7 @@ void finish_copies(int pending) {
     auto& groups = current().groups;
     while (groups.size() > static_cast<std::size_t>(pending)) {
         for (const Copy& copy : groups.front()) {
-            note_access(Access::kCopyDone, copy.shared, sizeof(Quad), nullptr);
+            note_access(Access::kCopyDone, copy.shared, sizeof(Quad), {});
             std::memcpy(copy.shared, copy.global, sizeof(Quad));
         }
         groups.erase(groups.begin());
