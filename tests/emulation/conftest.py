@@ -10,9 +10,9 @@ def harness(tmp_path_factory):
         pytest.skip("no C++ compiler: install g++ or set CXX")
     folder = tmp_path_factory.mktemp("emulation")
     try:
-        program = emulated.build(folder)
+        programs = emulated.build(folder)
     except RuntimeError as error:
         pytest.fail(f"the emulation of the CUDA kernels does not compile: {error}")
-    process = emulated.Harness(program, folder / "errors.txt")
+    process = emulated.Harness(programs, folder)
     yield process
     process.close()

@@ -93,6 +93,61 @@ DOBB_KERNEL(64, 1) reverses(float* x, bool meets) {
     x[thread] = shared[other];
 }
 
+// All write zeros where zeros are: only a search for unordered accesses can tell.
+DOBB_KERNEL(64, 1) races(float* x, int defect, bool repaired) {
+    const int thread = simt::thread_index(), warp = thread / 32;
+    auto* shared = reinterpret_cast<float*>(simt::shared_memory());
+    const auto meet = [&] {
+        if (repaired) simt::barrier();
+    };
+    const auto use = [](volatile float& found) { return found; };
+    switch (defect) {
+        case 0:
+            if (thread == 0) shared[0] = 0.0f;
+            meet();
+            use(shared[0]);
+            break;
+        case 1:
+            use(shared[0]);
+            meet();
+            if (thread == 63) shared[0] = 0.0f;
+            break;
+        case 2:
+            if (thread == 0) shared[0] = 0.0f;
+            meet();
+            if (thread == 40) shared[0] = 0.0f;
+            break;
+        case 3:
+            if (thread == 0) shared[0] = 0.0f;
+            simt::warp_barrier();
+            if (warp == 1 && !repaired) use(shared[0]);
+            if (warp == 0) use(shared[0]);
+            break;
+        case 4:
+            shared[thread] = 0.0f;
+            if (repaired) simt::warp_barrier();
+            use(shared[thread ^ 1]);
+            break;
+        case 5:
+            if (thread == 0) {
+                simt::copy_async(shared, x);
+                simt::copy_async_commit();
+                if (repaired) simt::copy_async_wait<0>();
+            }
+            simt::barrier();
+            use(shared[0]);
+            break;
+        case 6:
+            use(shared[0]);
+            meet();
+            if (thread == 63) simt::copy_async(shared, x);
+            break;
+        case 7:
+            if (thread == 0) x[repaired ? simt::block_index() : 0] = 0.0f;
+            break;
+    }
+}
+
 // Whichever block runs last leaves its number.
 DOBB_KERNEL(32, 1) blocks_write_one_place(float* to) { to[0] = static_cast<float>(simt::block_index()); }
 
@@ -136,6 +191,10 @@ const Operation kCopiesBehind("copies_behind_its_back", [](Call& call) {
 });
 const Operation kReverses("reverses", [](Call& call) {
     launch(reverses, 1, kThreads, kFloats * sizeof(float), nullptr, call.data<float>("x"), call.integer("meets") != 0);
+});
+const Operation kRaces("races", [](Call& call) {
+    launch(races, 2, kThreads, kFloats * sizeof(float), nullptr, call.data<float>("x"),
+           static_cast<int>(call.integer("defect")), call.integer("repaired") != 0);
 });
 const Operation kOnePlace("blocks_write_one_place", [](Call& call) {
     launch(blocks_write_one_place, 4, 32, 0, nullptr, call.data<float>("to"));

@@ -5,11 +5,13 @@ add one, write both; the build takes every .cpp file of this folder and every .c
 """
 
 import os
+import re
 import shutil
 import signal
 import struct
 import subprocess
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,9 +22,10 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror"]
-INCLUDE = ["-I", str(HERE / "include"), "-I", str(ROOT / "csrc" / "cuda")]
+FLAGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer"]
+INCLUDE = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime"), "-I", str(ROOT / "csrc" / "cuda")]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+REPORTS_ACCESSES = ["-fsanitize=thread"]  # to runtime/races.cpp: the sanitizer's own library is not linked
 SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
@@ -67,35 +70,61 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
 
 
-def build(folder: Path) -> Path:
-    """Compile the harness, with sanitizers where the compiler has them.
+@dataclass(frozen=True)
+class Programs:
+    """The harness, compiled twice.
+
+    Attributes:
+        checked: runs the schedules.
+        sanitized: whether the compiler has sanitizers of addresses and undefined behaviour for it.
+        watched: reports every access of the kernels to the search for races; `None` if the compiler cannot do it.
+    """
+
+    checked: Path
+    sanitized: bool
+    watched: Path | None
+
+
+def build(folder: Path) -> Programs:
+    """Compile the harness.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
     compiler = (find_compiler() or "").split()
     sanitizers = SANITIZERS if _links(compiler, SANITIZERS, folder) else []
-    sources = sorted(HERE.glob("*.cpp")) + sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    reports = _links(compiler, REPORTS_ACCESSES, folder)
+    if not sanitizers or not reports:
+        warnings.warn(f"{compiler[0]} has no {' or '.join(SANITIZERS[:1] + REPORTS_ACCESSES)}", stacklevel=2)
+    runtime = sorted((HERE / "runtime").glob("*.cpp"))
+    kernels = sorted(HERE.glob("*.cpp")) + sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    work = [(source, folder / f"{source.name}.checked.o", sanitizers) for source in runtime + kernels]
+    if reports:
+        work += [(source, folder / f"{source.name}.watched.o", []) for source in runtime]
+        work += [(source, folder / f"{source.name}.watched.o", REPORTS_ACCESSES) for source in kernels]
 
-    def compiled(source: Path) -> Path:
-        target = folder / f"{source.name}.o"
-        _run([*compiler, *FLAGS, *sanitizers, *INCLUDE, "-x", "c++", "-c", str(source), "-o", str(target)])
-        return target
+    def compile_one(source: Path, target: Path, flags: Sequence[str]) -> None:
+        _run([*compiler, *FLAGS, *flags, *INCLUDE, "-x", "c++", "-c", str(source), "-o", str(target)])
 
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        objects = list(pool.map(compiled, sources))
-    program = folder / "harness"
-    _run([*compiler, *sanitizers, *map(str, objects), "-o", str(program)])
-    return program
+        list(pool.map(compile_one, *zip(*work, strict=True)))
+
+    def link(kind: str, flags: Sequence[str]) -> Path:
+        program = folder / kind
+        objects = [str(target) for _, target, _ in work if target.suffixes[-2] == f".{kind}"]
+        _run([*compiler, *flags, *objects, "-o", str(program), "-ldl"])
+        return program
+
+    return Programs(link("checked", sanitizers), bool(sanitizers), link("watched", []) if reports else None)
 
 
-class Harness:
-    """A process that runs the kernels. One that a sanitizer or the time limit of a call ended is started anew."""
+class Process:
+    """A program of the harness that runs and answers calls. One that a call ended is started anew by the next."""
 
-    def __init__(self, program: Path, errors: Path, most_seconds: float = 120):
-        self.program = program
-        self._most_seconds = most_seconds
+    def __init__(self, program: Path, errors: Path, most_seconds: float):
+        self._program = program
         self._errors = errors
+        self._most_seconds = most_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
@@ -105,67 +134,12 @@ class Harness:
             self._process.stdout.close()
             self._process = None
 
-    def run(
-        self,
-        operation: str,
-        buffers: Mapping[str, Argument] | None = None,
-        integers: Mapping[str, int | Sequence[int]] | None = None,
-        numbers: Mapping[str, float | Sequence[float]] | None = None,
-        *,
-        changed: Sequence[str] = (),
-        device: Device | None = None,
-        schedules: Sequence[Schedule] = SCHEDULES,
-    ) -> None:
-        """Run an operation under several schedules, and change the tensors named in `changed` as it does.
-
-        Args:
-            operation: its name in C++.
-            buffers: tensors, or lists of tensors that C++ finds as `name[0]`, `name[1]`, ...; contiguous, but for
-                those with strides, whose whole storage from their first entry on is sent.
-            integers: numbers or lists of them.
-            numbers: the same for floating point numbers.
-            changed: names of buffers that the operation writes; contiguous tensors.
-            device: what the launcher is told.
-            schedules: every one must give the same bits.
+    def call(self, operation: str, call: bytes, sizes: Mapping[str, int]) -> dict[str, bytes]:
+        """Send a call and return its buffers, whose sizes are given.
 
         Raises:
-            EmulationError: with the report of the emulation or of a sanitizer, or if the schedules' results differ.
+            EmulationError: see `Harness.run`.
         """
-        named = _flatten(buffers or {})
-        wanted = [name for name in named if name.partition("[")[0] in changed]
-        settings = device or Device()
-        first: dict[str, bytes] = {}
-        for schedule in schedules:
-            all_integers = {
-                **(integers or {}),
-                "device.order": schedule.order,
-                "device.seed": schedule.seed,
-                "device.multiprocessors": settings.multiprocessors,
-                "device.resident_blocks": settings.resident_blocks,
-                "device.most_shared_memory": settings.most_shared_memory,
-            }
-            call = b"".join(
-                [
-                    _string(operation),
-                    _lists(all_integers, "q"),
-                    _lists(numbers or {}, "d"),
-                    struct.pack("=q", len(named)),
-                    *(_string(name) + struct.pack("=q", m.bytes) + _sized(m.tensor) for name, m in named.items()),
-                ]
-            )
-            found = self._call(operation, call, {name: len(_bytes(m.tensor)) for name, m in named.items()})
-            for name in wanted:
-                if found[name] != first.setdefault(name, found[name]):
-                    raise EmulationError(
-                        f"a race: {operation} leaves different bits in {name} under {schedules[0]} and {schedule}; "
-                        f"{_first_difference(first[name], found[name])}"
-                    )
-        for name in wanted:
-            tensor = named[name].tensor
-            if tensor.numel():
-                tensor.copy_(torch.frombuffer(bytearray(first[name]), dtype=tensor.dtype).view_as(tensor))
-
-    def _call(self, operation: str, call: bytes, sizes: Mapping[str, int]) -> dict[str, bytes]:
         process = self._start()
         late = threading.Timer(self._most_seconds, process.kill)
         late.start()
@@ -174,7 +148,7 @@ class Harness:
             process.stdin.flush()
             message = self._read(struct.unpack("=q", self._read(8))[0]).decode()
             if message:
-                raise EmulationError(message)
+                raise EmulationError(self._with_line(message))
             return {name: self._read(sizes[name]) for name in sorted(sizes)}
         except (BrokenPipeError, EOFError):
             code = process.wait(timeout=60)
@@ -191,7 +165,7 @@ class Harness:
         if self._process is None:
             with self._errors.open("wb") as errors:
                 self._process = subprocess.Popen(
-                    [str(self.program)],
+                    [str(self._program)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -204,6 +178,95 @@ class Harness:
         if len(found) < size:
             raise EOFError
         return found
+
+    def _with_line(self, message: str) -> str:
+        """The message with the source line of the code that it points to, if binutils are there."""
+        found = re.search(r"code at \+(0x[0-9a-f]+)", message)
+        if found is None or shutil.which("addr2line") is None:
+            return message
+        command = ["addr2line", "-e", str(self._program), found[1]]
+        line = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        return message.replace(found[0], f"code at {Path(line.split(' ')[0]).name}") if line else message
+
+
+class Harness:
+    """Runs operations in both programs of the harness."""
+
+    def __init__(self, programs: Programs, folder: Path, most_seconds: float = 120):
+        self.programs = programs
+        self._checked = Process(programs.checked, folder / "checked.txt", most_seconds)
+        self._watched = None
+        if programs.watched is not None:
+            self._watched = Process(programs.watched, folder / "watched.txt", most_seconds)
+
+    def close(self) -> None:
+        for process in (self._checked, self._watched):
+            if process is not None:
+                process.close()
+
+    def run(
+        self,
+        operation: str,
+        buffers: Mapping[str, Argument] | None = None,
+        integers: Mapping[str, int | Sequence[int]] | None = None,
+        numbers: Mapping[str, float | Sequence[float]] | None = None,
+        *,
+        changed: Sequence[str] = (),
+        device: Device | None = None,
+        schedules: Sequence[Schedule] = SCHEDULES,
+        search_races: bool = True,
+    ) -> None:
+        """Run an operation under several schedules, and once more in search of races. Change the tensors of `changed`.
+
+        Args:
+            operation: its name in C++.
+            buffers: tensors, or lists of tensors that C++ finds as `name[0]`, `name[1]`, ...; contiguous, but for
+                those with strides, whose whole storage from their first entry on is sent.
+            integers: numbers or lists of them.
+            numbers: the same for floating point numbers.
+            changed: names of buffers that the operation writes; contiguous tensors.
+            device: what the launcher is told.
+            schedules: every one must give the same bits.
+            search_races: look for accesses that nothing orders, too.
+
+        Raises:
+            EmulationError: with the report of the emulation or of a sanitizer; if the schedules' results differ; or if
+                the call takes longer than `most_seconds`.
+        """
+        named = _flatten(buffers or {})
+        wanted = [name for name in named if name.partition("[")[0] in changed]
+        settings = device or Device()
+        sizes = {name: len(_bytes(m.tensor)) for name, m in named.items()}
+
+        def call(schedule: Schedule, watch_races: bool) -> bytes:
+            all_integers = {
+                **(integers or {}),
+                "device.order": schedule.order,
+                "device.seed": schedule.seed,
+                "device.watch_races": watch_races,
+                "device.multiprocessors": settings.multiprocessors,
+                "device.resident_blocks": settings.resident_blocks,
+                "device.most_shared_memory": settings.most_shared_memory,
+            }
+            sent = [_string(name) + struct.pack("=q", m.bytes) + _sized(m.tensor) for name, m in named.items()]
+            lists = [_string(operation), _lists(all_integers, "q"), _lists(numbers or {}, "d")]
+            return b"".join([*lists, struct.pack("=q", len(named)), *sent])
+
+        first: dict[str, bytes] = {}
+        for schedule in schedules:
+            found = self._checked.call(operation, call(schedule, False), sizes)
+            for name in wanted:
+                if found[name] != first.setdefault(name, found[name]):
+                    raise EmulationError(
+                        f"a race: {operation} leaves different bits in {name} under {schedules[0]} and {schedule}; "
+                        f"{_first_difference(first[name], found[name])}"
+                    )
+        if search_races and self._watched is not None:
+            self._watched.call(operation, call(FORWARD, True), sizes)
+        for name in wanted:
+            tensor = named[name].tensor
+            if tensor.numel():
+                tensor.copy_(torch.frombuffer(bytearray(first[name]), dtype=tensor.dtype).view_as(tensor))
 
 
 def _flatten(buffers: Mapping[str, Argument]) -> dict[str, Misaligned]:

@@ -40,20 +40,27 @@ def test_warps_may_run_apart_and_shuffles_take_the_value_of_the_other_lane(harne
     assert torch.equal(to, expected.float())
 
 
+@pytest.fixture
+def sanitized(harness):
+    if not harness.programs.sanitized:
+        pytest.skip("this compiler has no sanitizers")
+    return harness
+
+
 @pytest.mark.parametrize("offset", [1, -1])
-def test_reading_outside_of_a_tensor_is_reported(harness, offset):
+def test_reading_outside_of_a_tensor_is_reported(sanitized, offset):
     buffers = {"to": torch.zeros(FLOATS), "from": torch.zeros(FLOATS)}
-    harness.run("reads_global", buffers, {"offset": 0})
+    sanitized.run("reads_global", buffers, {"offset": 0})
     with pytest.raises(EmulationError, match="heap-buffer-overflow"):
-        harness.run("reads_global", buffers, {"offset": offset})
+        sanitized.run("reads_global", buffers, {"offset": offset})
 
 
-def test_reading_outside_of_shared_memory_is_reported(harness):
+def test_reading_outside_of_shared_memory_is_reported(sanitized):
     to = torch.zeros(FLOATS)
-    harness.run("reads_shared", {"to": to}, {"offset": 0}, changed=["to"])
+    sanitized.run("reads_shared", {"to": to}, {"offset": 0}, changed=["to"])
     assert torch.equal(to, torch.ones(FLOATS))
     with pytest.raises(EmulationError, match="heap-buffer-overflow"):
-        harness.run("reads_shared", {"to": to}, {"offset": 1})
+        sanitized.run("reads_shared", {"to": to}, {"offset": 1})
 
 
 @pytest.mark.parametrize("misaligned", [2, 4, 8])
@@ -61,16 +68,20 @@ def test_a_misaligned_quad_is_reported(harness, misaligned):
     to, values = torch.zeros(FLOATS), torch.arange(FLOATS).float()
     harness.run("copies_quads", {"to": to, "from": values}, changed=["to"])
     assert torch.equal(to, values)
-    message = rf"load_once of 16 bytes at an address that is {misaligned} off its alignment .*thread \d+ {BLOCK}"
+    message = (
+        rf"load_once of 16 bytes at an address that is {misaligned} off its alignment at defects.*thread \d+ {BLOCK}"
+    )
     with pytest.raises(EmulationError, match=message):
         harness.run("copies_quads", {"to": to, "from": Misaligned(values, misaligned)})
 
 
-def copied(harness, **arguments):
+def copied(harness, search_races=True, **arguments):
     values = torch.arange(4.0 * FLOATS)
     to = torch.zeros_like(values)
     integers = {"offset": 0, "waits": 1, "meets": 1, **arguments}
-    harness.run("copies_behind_its_back", {"to": to, "from": values}, integers, changed=["to"])
+    harness.run(
+        "copies_behind_its_back", {"to": to, "from": values}, integers, changed=["to"], search_races=search_races
+    )
     return to, values.view(-1, 4).flip(0).flatten()
 
 
@@ -80,7 +91,7 @@ def test_a_copy_that_was_waited_for_is_there(harness):
 
 
 def test_a_copy_that_was_not_waited_for_is_not_there(harness):
-    to, _ = copied(harness, waits=0)
+    to, _ = copied(harness, search_races=False, waits=0)
     assert to.isnan().all()
 
 
@@ -110,14 +121,43 @@ def test_blocks_that_depend_on_their_order_are_a_race(harness):
         harness.run("blocks_write_one_place", {"to": to}, changed=["to"], schedules=[FORWARD, BACKWARD])
 
 
-def test_a_stack_that_is_too_small_ends_the_harness_and_the_next_call_starts_another(harness):
+@pytest.fixture
+def watching(harness):
+    if harness.programs.watched is None:
+        pytest.skip("this compiler does not report accesses")
+    return harness
+
+
+RACES = [
+    ("write_then_read", "reads byte 0 of shared memory, which thread 0 of block 0 wrote"),
+    ("read_then_write", "writes byte 0 of shared memory, which several threads of block 0 read"),
+    ("write_then_write", "writes byte 0 of shared memory, which thread 0 of block 0 wrote"),
+    ("warp_barrier_for_another_warp", "reads byte 0 of shared memory, which thread 0 of block 0 wrote"),
+    ("lanes_without_warp_barrier", "writes byte 4 of shared memory, which thread 0 of block 0 read"),
+    ("copy_read_before_the_wait", "reads byte 0 of shared memory, which a copy of thread 0 of block 0 may not have"),
+    ("copy_over_what_is_read", "writes byte 0 of shared memory, which several threads of block 0 read"),
+    ("blocks_share_global_memory", "writes byte 0 of a buffer of 256 bytes, which thread 0 of block 0 wrote"),
+]
+
+
+@pytest.mark.parametrize(("defect", "message"), RACES, ids=[defect for defect, _ in RACES])
+def test_accesses_that_nothing_orders_are_reported_where_the_bits_do_not_tell(watching, defect, message):
+    """The values do not change, so that no schedule could show it."""
+    buffers, number = {"x": torch.zeros(FLOATS)}, [name for name, _ in RACES].index(defect)
+    with pytest.raises(EmulationError, match=f"a race: {message}.*of the kernel launched at defects.cpp"):
+        watching.run("races", buffers, {"defect": number, "repaired": 0})
+    watching.run("races", buffers, {"defect": number, "repaired": 1})
+
+
+def test_a_crash_of_the_harness_is_reported_and_the_next_call_starts_another(harness):
+    """Here by a kernel whose stack does not suffice."""
     with pytest.raises(EmulationError, match="the harness ended with code"):
         harness.run("uses_much_stack", {"to": torch.zeros(1)})
     copied(harness)
 
 
 def test_a_kernel_without_an_end_is_stopped(harness, tmp_path):
-    impatient = Harness(harness.program, tmp_path / "errors.txt", most_seconds=1)
+    impatient = Harness(harness.programs, tmp_path, most_seconds=1)
     with pytest.raises(EmulationError, match="runs_for_ever did not end within 1 s"):
         impatient.run("runs_for_ever", {"x": torch.zeros(2)})
 

@@ -50,6 +50,7 @@ struct Device {
     std::size_t most_shared_memory = 227 * 1024;
     Order order = Order::kForward;
     std::uint64_t seed = 0;
+    bool watch_races = false;
 };
 extern Device device;
 
@@ -92,9 +93,12 @@ void meet(Operation operation, void* argument, const Site& site);
 
 // Ends the launch with an error that tells the thread and the place.
 [[noreturn]] void fault(const std::string& message, const Site& site);
+[[noreturn]] void fault(const std::string& message);
 
 void check_aligned(const void* address, std::size_t bytes, const char* what, const Site& site);
 void check_shared(const void* address, std::size_t bytes, const char* what, const Site& site);
+void note_read(const void* address, std::size_t bytes, const Site& site);
+void add_atomically(unsigned long long* to, unsigned long long x);
 void add_copy(void* shared, const void* global, const Site& site);
 void commit_copies();
 void finish_copies(int pending);
@@ -137,6 +141,7 @@ inline std::uint32_t shuffle(std::uint32_t x, int mask, const Site& site) {
 inline void load_matrices(Operation operation, std::uint32_t (&x)[4], const void* row, const Site& site) {
     check_aligned(row, 16, "load_matrices", site);
     check_shared(row, 16, "load_matrices", site);
+    note_read(row, 16, site);
     LoadMatrices argument{x, row};
     meet(operation, &argument, site);
 }
@@ -172,7 +177,7 @@ inline int shuffle_xor(int x, int mask, emulation::Site site = emulation::Site::
 inline void atomic_add(unsigned long long* to, unsigned long long x,
                        emulation::Site site = emulation::Site::current()) {
     emulation::check_aligned(to, sizeof(*to), "atomic_add", site);
-    *to += x;
+    emulation::add_atomically(to, x);
 }
 
 template <class T>

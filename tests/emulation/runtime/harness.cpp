@@ -10,11 +10,13 @@
 #include <stdexcept>
 
 #include "dobb_simt.h"
+#include "races.h"
 
 namespace dobb::emulation {
 namespace {
 
-constexpr int kUntouched = 0xa5;
+constexpr int kUntouched = 0xa5;       // in front of a buffer
+constexpr int kNotInitialized = 0xff;  // NaN, for scratch memory that a kernel reads before it wrote
 
 std::map<std::string, void (*)(Call&)>& operations() {
     static std::map<std::string, void (*)(Call&)> all;
@@ -73,6 +75,7 @@ void use_device(const Call& call) {
     auto& device = simt::emulation::device;
     device.order = static_cast<simt::emulation::Order>(call.integer("device.order"));
     device.seed = static_cast<std::uint64_t>(call.integer("device.seed"));
+    device.watch_races = call.integer("device.watch_races") != 0;
     device.multiprocessors = static_cast<int>(call.integer("device.multiprocessors"));
     device.resident_blocks = static_cast<int>(call.integer("device.resident_blocks"));
     device.most_shared_memory = static_cast<std::size_t>(call.integer("device.most_shared_memory"));
@@ -82,10 +85,10 @@ void serve(const std::string& operation) {
     Call call;
     call.integers = read_lists<std::int64_t>();
     call.numbers = read_lists<double>();
-    read_buffers(call.buffers);
     std::string error;
+    use_device(call);
+    read_buffers(call.buffers);
     try {
-        use_device(call);
         const auto found = operations().find(operation);
         if (found == operations().end()) throw std::runtime_error("there is no operation " + operation);
         found->second(call);
@@ -105,6 +108,12 @@ void serve(const std::string& operation) {
 Buffer::Buffer(std::size_t bytes, std::size_t off_alignment)
     : bytes_(bytes), off_alignment_(off_alignment), memory_(new std::byte[bytes + off_alignment]) {
     std::memset(memory_.get(), kUntouched, off_alignment);
+    std::memset(data(), kNotInitialized, bytes);
+    simt::emulation::watch_memory(data(), bytes);
+}
+
+Buffer::~Buffer() {
+    if (memory_ != nullptr) simt::emulation::forget_memory(data());
 }
 
 bool Buffer::front_untouched() const {

@@ -18,7 +18,7 @@
 #endif
 
 // swapcontext asks the kernel for the signal mask at every switch, which would be most of the running time.
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__) && !defined(DOBB_PORTABLE_SWITCH)
 #define DOBB_OWN_SWITCH 1
 extern "C" void dobb_emulation_switch(void** save_stack_pointer, void* stack_pointer);
 asm(R"(

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fiber.h"
+#include "races.h"
 #include "warp.h"
 
 namespace dobb::simt::emulation {
@@ -83,7 +84,6 @@ struct Scheduler {
     void (*kernel)(const void* arguments) = nullptr;
     const void* arguments = nullptr;
     Grid grid{};
-    bool running = false;
     std::string fault;
 };
 
@@ -202,6 +202,7 @@ void complete(int stopped, int& at_barrier, std::vector<int>& waiting_lanes) {
     if (thread.operation == Operation::kBarrier) {
         if (++at_barrier == scheduler.grid.threads && all_wait_as_first(0, at_barrier)) {
             at_barrier = 0;
+            races_meet_block();
             release(0, scheduler.grid.threads);
         }
         return;
@@ -213,6 +214,7 @@ void complete(int stopped, int& at_barrier, std::vector<int>& waiting_lanes) {
     for (int lane = 0; lane < kWarp; ++lane)
         arguments[lane] = scheduler.threads[static_cast<std::size_t>(warp * kWarp + lane)]->argument;
     run_for_warp(thread.operation, arguments);
+    if (thread.operation == Operation::kWarpBarrier) races_meet_warp(warp);
     waiting = 0;
     release(warp * kWarp, kWarp);
 }
@@ -230,6 +232,7 @@ void run_block(int block) {
         thread.copies.clear();
         thread.groups.clear();
     }
+    races_enter_block();
     release(0, grid.threads);
     int at_barrier = 0, running = 0;
     std::vector<int> waiting_lanes(static_cast<std::size_t>(grid.threads / kWarp), 0);
@@ -237,7 +240,9 @@ void run_block(int block) {
         Thread& thread = *scheduler.threads[static_cast<std::size_t>(running)];
         scheduler.ready.remove(running);
         position.thread = running;
+        races_enter_thread(true);
         scheduler.host.switch_to(thread.fiber);
+        races_enter_thread(false);
         if (!scheduler.fault.empty()) throw std::runtime_error(scheduler.fault);
         complete(running, at_barrier, waiting_lanes);
     }
@@ -268,9 +273,10 @@ void meet(Operation operation, void* argument, const Site& site) {
     thread.fiber.switch_to(scheduler.host);
 }
 
-void fault(const std::string& message, const Site& site) {
-    scheduler.fault =
-        message + " at " + describe(site) + ", thread " + std::to_string(position.thread) + " of " + where();
+void fault(const std::string& message, const Site& site) { fault(message + " at " + describe(site)); }
+
+void fault(const std::string& message) {
+    scheduler.fault = message + ", thread " + std::to_string(position.thread) + " of " + where();
     current().fiber.switch_to(scheduler.host);
     std::abort();  // nobody switches back
 }
@@ -294,10 +300,18 @@ void check_shared(const void* address, std::size_t bytes, const char* what, cons
               site);
 }
 
+void note_read(const void* address, std::size_t bytes, const Site& site) {
+    note_access(Access::kRead, address, bytes, {&site});
+}
+
+void add_atomically(unsigned long long* to, unsigned long long x) { *to += x; }
+
 void add_copy(void* shared, const void* global, const Site& site) {
     check_aligned(shared, 16, "copy_async", site);
     check_aligned(global, 16, "copy_async", site);
     check_shared(shared, 16, "copy_async", site);
+    note_access(Access::kRead, global, sizeof(Quad), {&site});
+    note_access(Access::kCopyUnderWay, shared, sizeof(Quad), {&site});
     Quad probe;
     std::memcpy(&probe, global, sizeof(probe));          // out of bounds is found here, where the kernel asks for it
     std::memset(shared, kNotInitialized, sizeof(Quad));  // until the wait it is neither the old nor the new
@@ -313,13 +327,17 @@ void commit_copies() {
 void finish_copies(int pending) {
     auto& groups = current().groups;
     while (groups.size() > static_cast<std::size_t>(pending)) {
-        for (const Copy& copy : groups.front()) std::memcpy(copy.shared, copy.global, sizeof(Quad));
+        for (const Copy& copy : groups.front()) {
+            note_access(Access::kCopyDone, copy.shared, sizeof(Quad), {});
+            std::memcpy(copy.shared, copy.global, sizeof(Quad));
+        }
         groups.erase(groups.begin());
     }
 }
 
 void run(const Grid& grid, void (*kernel)(const void* arguments), const void* arguments) {
     check(grid);
+    races_enter_launch();
     scheduler.grid = grid;
     scheduler.kernel = kernel;
     scheduler.arguments = arguments;

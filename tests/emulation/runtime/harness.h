@@ -15,6 +15,8 @@ namespace dobb::emulation {
 class Buffer {
   public:
     Buffer(std::size_t bytes, std::size_t off_alignment);
+    ~Buffer();
+    Buffer(Buffer&&) = default;
 
     std::byte* data() const { return memory_.get() + off_alignment_; }
     std::size_t bytes() const { return bytes_; }
