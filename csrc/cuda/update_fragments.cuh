@@ -16,6 +16,7 @@ struct OnePass {
     std::int64_t tiles;
     Settings settings;
     unsigned long long* not_finite;
+    int stages;  // of fused_update's rings, which its launcher sets
 };
 
 DOBB_HOST_DEVICE int steps_of(std::int64_t width) { return static_cast<int>((width + kFragment - 1) / kFragment); }
@@ -28,26 +29,33 @@ DOBB_DEVICE int permuted(int row) { return (row & ~15) | (row & 2) << 2 | (row &
 
 // What a lane of a warp holds of its tile: rows `lane / 4` and `lane / 4 + 8`, columns from 4 (lane % 4) of each 16.
 struct Tile {
-    std::int64_t at[2];  // first element of each row
-    bool inside[2];
-    int width, steps, lane_column;
+    std::int64_t at;  // the lane's first element in its first row
+    int rows_left;    // rows of the block from the lane's first row on
+    int width, steps;
 
+    // How many of the lane's four columns, or more, are inside the block; 0 or less if none is.
     DOBB_DEVICE int columns(int row, int step) const {
-        return inside[row] ? width - step * kFragment - lane_column : 0;
+        return 8 * row < rows_left ? width - step * kFragment - simt::thread_index() % 4 * 4 : 0;
     }
-    DOBB_DEVICE std::int64_t position(int row, int step) const { return at[row] + step * kFragment + lane_column; }
+    DOBB_DEVICE std::int64_t position(const Entry& entry, int row, int step) const {
+        return at + row * entry.eight_rows + step * kFragment;
+    }
+    // The tile that begins `tiles` tiles further down.
+    DOBB_DEVICE Tile after(const Entry& entry, int tiles) const {
+        return {at + 2 * tiles * entry.eight_rows, rows_left - tiles * kTileRows, width, steps};
+    }
 };
 
 // The 16 rows from `first_row` on.
 DOBB_DEVICE Tile tile_of(const Entry& entry, const Rows& rows, std::int64_t first_row, int width) {
     const int lane = simt::thread_index() % simt::kWarp;
-    Tile tile = {{}, {}, width, steps_of(width), lane % 4 * 4};
-    DOBB_UNROLL for (int half = 0; half < 2; ++half) {
-        const std::int64_t row = first_row + lane / 4 + 8 * half;
-        tile.inside[half] = row < rows.number;
-        tile.at[half] = (rows.first + row * entry.blocks) * width;
-    }
-    return tile;
+    const std::int64_t row = first_row + lane / 4, left = rows.number - row;
+    constexpr std::int64_t kMany = 1 << 30;
+    return {(rows.first + row * entry.blocks) * width + lane % 4 * 4,
+            static_cast<int>(left > kMany    ? kMany
+                             : left < -kMany ? -kMany
+                                             : left),
+            width, steps_of(width)};
 }
 
 }  // namespace dobb::cuda

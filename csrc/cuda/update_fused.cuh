@@ -2,7 +2,8 @@
 //
 // Each block of threads takes an equal share of the tiles, in order, and keeps the basis of its current block in shared
 // memory. A warp takes one tile of 16 rows at a time and needs no other warp:
-//   1. M and G arrive in registers in the layout of the first operand of a tensor-core product. M is updated, written
+//   1. M and G arrive by asynchronous copies, steps ahead, and reach registers in the layout of the first operand of a
+//   tensor-core product. M is updated, written
 //      back, and split into bf16 terms: hi, or hi + lo.
 //   2. C = M Q accumulates in fp32 registers, the whole width of the block.
 //   3. The signs of C are already in the layout of a first operand. S Q^T is formed 16 columns at a time and goes from
@@ -37,7 +38,7 @@ struct Variant {
 };
 
 template <class V>
-std::size_t shared_bytes(std::int64_t width) {
+DOBB_HOST_DEVICE std::size_t basis_end(std::int64_t width) {
     return kEntryBytes +
            static_cast<std::size_t>(steps_of(width)) * kFragment * V::kPitch * V::kBasisTerms * sizeof(std::uint16_t);
 }
@@ -82,17 +83,55 @@ struct Inputs {
     Raw gradient[2], momentum[2];
 };
 
-template <class V>
-DOBB_DEVICE Inputs read_inputs(const Entry& entry, const Tile& tile, int step) {
-    Inputs inputs;
-    DOBB_UNROLL for (int row = 0; row < 2; ++row) {
-        const std::int64_t at = tile.position(row, step);
-        const int columns = tile.columns(row, step);
-        inputs.gradient[row] = V::Access::read(entry.gradient, entry.gradient_is_bf16, at, columns);
-        inputs.momentum[row] = V::Access::read(entry.momentum, entry.momentum_is_bf16, at, columns);
+// Where a warp's G and M of the next steps arrive: for each stage one slot of 16 bytes for each lane and row of G and
+// of M. A lane reads what it asked for itself, so that no other thread has to be waited for.
+struct Ring {
+    static constexpr std::size_t kStageBytes = 4 * simt::kWarp * sizeof(Quad);
+    static constexpr int kMost = 4;
+
+    std::byte* lane_slots;
+    int stages;  // 1, 2 or 4, and no more than the tile has steps
+
+    DOBB_DEVICE Raw* slot(int step, int array, int row) const {
+        return reinterpret_cast<Raw*>(lane_slots + static_cast<std::size_t>(step & (stages - 1)) * kStageBytes) +
+               (2 * array + row) * simt::kWarp;
     }
-    return inputs;
-}
+    DOBB_DEVICE static void ask_for(Raw* to, const void* base, bool is_bf16, std::int64_t at) {
+        const char* from = static_cast<const char*>(base) + (at << (is_bf16 ? 1 : 2));
+        if (is_bf16)
+            simt::copy_async_8(to, from);
+        else
+            simt::copy_async(to, from);
+    }
+    // Asks for step `slot_step` of the ring, which is step `step` of a tile. One group of copies, empty past the end.
+    DOBB_DEVICE void ask(const Entry& entry, const Tile& tile, int slot_step, int step) const {
+        DOBB_UNROLL for (int row = 0; row < 2; ++row) {
+            if (tile.columns(row, step) <= 0) continue;
+            const std::int64_t at = tile.position(entry, row, step);
+            ask_for(slot(slot_step, 0, row), entry.gradient, entry.gradient_is_bf16, at);
+            ask_for(slot(slot_step, 1, row), entry.momentum, entry.momentum_is_bf16, at);
+        }
+        simt::copy_async_commit();
+    }
+    // Waits for the oldest of `stages` groups.
+    DOBB_DEVICE void wait() const {
+        if (stages == 1)
+            simt::copy_async_wait<0>();
+        else if (stages == 2)
+            simt::copy_async_wait<1>();
+        else
+            simt::copy_async_wait<kMost - 1>();
+    }
+    DOBB_DEVICE Inputs take(const Tile& tile, int slot_step, int step) const {
+        Inputs inputs = {};
+        DOBB_UNROLL for (int row = 0; row < 2; ++row) {
+            if (tile.columns(row, step) <= 0) continue;
+            inputs.gradient[row] = *slot(slot_step, 0, row);
+            inputs.momentum[row] = *slot(slot_step, 1, row);
+        }
+        return inputs;
+    }
+};
 
 // Step 1 for 16 columns: the fragment of the first operand, in bf16 terms.
 template <class V>
@@ -102,7 +141,7 @@ DOBB_DEVICE void take_inputs(const Entry& entry, const Tile& tile, const Setting
         Four momentum = V::Access::to_floats(inputs.momentum[row], entry.momentum_is_bf16);
         const Four gradient = V::Access::to_floats(inputs.gradient[row], entry.gradient_is_bf16);
         const Four source = update_momentum(gradient, momentum, settings);
-        V::Access::write(entry.momentum, entry.momentum_is_bf16, tile.position(row, step), momentum,
+        V::Access::write(entry.momentum, entry.momentum_is_bf16, tile.position(entry, row, step), momentum,
                          tile.columns(row, step));
         DOBB_UNROLL for (int half = 0; half < 2; ++half) {
             std::uint32_t terms[V::kMomentumTerms];
@@ -113,34 +152,43 @@ DOBB_DEVICE void take_inputs(const Entry& entry, const Tile& tile, const Setting
     }
 }
 
-// Step 2: C of the tile.
+// Step 2: C of the tile. Aligned inputs have been asked for, and those of the next tile are asked for as slots get
+// free; others are read when they are needed. `warps` is how many tiles the next one is further down, `passed` the
+// number of steps of earlier tiles.
 template <class V>
-DOBB_DEVICE void project(const Entry& entry, const Tile& tile, const Settings& settings, const std::uint16_t* basis,
-                         float (&sums)[2 * V::kSteps][4]) {
-    constexpr int kAhead = V::kSteps <= 8 ? 2 : 1;  // steps whose G and M are on the way
+DOBB_DEVICE void project(const Entry& entry, const Tile& tile, int warps, const Settings& settings,
+                         const std::uint16_t* basis, const Ring& ring, int passed, float (&sums)[2 * V::kSteps][4]) {
     const int lane = simt::thread_index() % simt::kWarp, term_size = tile.steps * kFragment * V::kPitch;
     const std::uint16_t* lane_basis = basis + ((lane & 8) + (lane & 7)) * V::kPitch + (lane & 16) / 2;
     DOBB_UNROLL for (int n = 0; n < 2 * V::kSteps; ++n) DOBB_UNROLL for (int i = 0; i < 4; ++i) sums[n][i] = 0;
-    Inputs inputs[kAhead];
-    DOBB_UNROLL for (int i = 0; i < kAhead; ++i) inputs[i] = read_inputs<V>(entry, tile, i);
-    for (int first = 0; first < tile.steps; first += kAhead) {
-        DOBB_UNROLL for (int i = 0; i < kAhead; ++i) {
-            const int step = first + i;
-            if (step >= tile.steps) break;
-            std::uint32_t fragment[V::kMomentumTerms][4];
-            take_inputs<V>(entry, tile, settings, step, inputs[i], fragment);
-            inputs[i] = read_inputs<V>(entry, tile, step + kAhead);
-            DOBB_UNROLL for (int n = 0; n < V::kSteps; ++n) {
-                if (n >= tile.steps) break;
-                DOBB_UNROLL for (int term = 0; term < V::kBasisTerms; ++term) {
-                    std::uint32_t q[4];
-                    simt::load_matrices_transposed(
-                        q, lane_basis + term * term_size + step * kFragment * V::kPitch + n * kFragment);
-                    // The product of the two low terms is below the rounding of the others.
-                    DOBB_UNROLL for (int m = 0; m < V::kMomentumTerms; ++m) if (m + term < 2) {
-                        simt::multiply_add_bf16(sums[2 * n], fragment[m], q[0], q[1]);
-                        simt::multiply_add_bf16(sums[2 * n + 1], fragment[m], q[2], q[3]);
-                    }
+    DOBB_NO_UNROLL for (int step = 0; step < tile.steps; ++step) {
+        std::uint32_t fragment[V::kMomentumTerms][4];
+        if constexpr (V::kAligned) {
+            ring.wait();
+            take_inputs<V>(entry, tile, settings, step, ring.take(tile, passed + step, step), fragment);
+            const int ahead = step + ring.stages;
+            const bool here = ahead < tile.steps;
+            ring.ask(entry, here ? tile : tile.after(entry, warps), passed + ahead, here ? ahead : ahead - tile.steps);
+        } else {
+            Inputs inputs;
+            DOBB_UNROLL for (int row = 0; row < 2; ++row) {
+                const std::int64_t at = tile.position(entry, row, step);
+                const int columns = tile.columns(row, step);
+                inputs.gradient[row] = V::Access::read(entry.gradient, entry.gradient_is_bf16, at, columns);
+                inputs.momentum[row] = V::Access::read(entry.momentum, entry.momentum_is_bf16, at, columns);
+            }
+            take_inputs<V>(entry, tile, settings, step, inputs, fragment);
+        }
+        DOBB_UNROLL for (int n = 0; n < V::kSteps; ++n) {
+            if (n >= tile.steps) break;
+            DOBB_UNROLL for (int term = 0; term < V::kBasisTerms; ++term) {
+                std::uint32_t q[4];
+                simt::load_matrices_transposed(
+                    q, lane_basis + term * term_size + step * kFragment * V::kPitch + n * kFragment);
+                // The product of the two low terms is below the rounding of the others.
+                DOBB_UNROLL for (int m = 0; m < V::kMomentumTerms; ++m) if (m + term < 2) {
+                    simt::multiply_add_bf16(sums[2 * n], fragment[m], q[0], q[1]);
+                    simt::multiply_add_bf16(sums[2 * n + 1], fragment[m], q[2], q[3]);
                 }
             }
         }
@@ -183,11 +231,11 @@ DOBB_DEVICE void reconstruct(const Entry& entry, const Tile& tile, float decay, 
     const std::uint16_t* lane_basis = basis + ((lane & 16) / 2 + (lane & 7)) * V::kPitch + (lane & 8);
     Raw weight[2];
     DOBB_UNROLL for (int row = 0; row < 2; ++row) weight[row] =
-        V::Access::read(entry.weight, false, tile.position(row, 0), tile.columns(row, 0));
+        V::Access::read(entry.weight, false, tile.position(entry, row, 0), tile.columns(row, 0));
     for (int step = 0; step < tile.steps; ++step) {
         Raw next[2];
         DOBB_UNROLL for (int row = 0; row < 2; ++row) next[row] =
-            V::Access::read(entry.weight, false, tile.position(row, step + 1), tile.columns(row, step + 1));
+            V::Access::read(entry.weight, false, tile.position(entry, row, step + 1), tile.columns(row, step + 1));
         float sums[2][4] = {};
         DOBB_UNROLL for (int k = 0; k < V::kSteps; ++k) {
             if (k >= tile.steps) break;
@@ -202,7 +250,7 @@ DOBB_DEVICE void reconstruct(const Entry& entry, const Tile& tile, float decay, 
         }
         DOBB_UNROLL for (int row = 0; row < 2; ++row) {
             const Four direction = {{sums[0][2 * row], sums[0][2 * row + 1], sums[1][2 * row], sums[1][2 * row + 1]}};
-            update_weight<V::kAligned>(entry, tile.position(row, step), weight[row], direction, decay,
+            update_weight<V::kAligned>(entry, tile.position(entry, row, step), weight[row], direction, decay,
                                        tile.columns(row, step));
             weight[row] = next[row];
         }
@@ -215,7 +263,10 @@ fused_update(OnePass work) {
     Entry& entry = *reinterpret_cast<Entry*>(simt::shared_memory());
     auto* basis = reinterpret_cast<std::uint16_t*>(simt::shared_memory() + kEntryBytes);
     const int warp = simt::thread_index() / simt::kWarp, warps = simt::thread_count() / simt::kWarp;
-    const int width = static_cast<int>(work.settings.width);
+    const int width = static_cast<int>(work.settings.width), lane = simt::thread_index() % simt::kWarp;
+    const Ring ring = {simt::shared_memory() + basis_end<V>(width) +
+                           static_cast<std::size_t>(warp * work.stages) * Ring::kStageBytes + lane * sizeof(Quad),
+                       work.stages};
     const std::int64_t blocks = simt::block_count(), block = simt::block_index();
     const std::int64_t end = work.tiles * (block + 1) / blocks;
     int not_finite = 0;
@@ -231,28 +282,53 @@ fused_update(OnePass work) {
         const Rows rows = rows_of(entry, held);
         load_basis<V>(entry, held, width, basis);
         simt::barrier();
+        // Tiles from `last` on are those of another block of threads.
+        const std::int64_t most = last * kTileRows;
+        Tile t =
+            tile_of(entry, {rows.first, rows.number < most ? rows.number : most}, (first + warp) * kTileRows, width);
+        int passed = 0;
+        if constexpr (V::kAligned)
+            for (int step = 0; step < ring.stages; ++step) ring.ask(entry, t, step, step);
         for (std::int64_t i = first + warp; i < last; i += warps) {
-            if (i * kTileRows >= rows.number) break;
-            const Tile t = tile_of(entry, rows, i * kTileRows, width);
             std::uint32_t signs[V::kSignTerms][V::kSteps][4];
             {
                 float sums[2 * V::kSteps][4];
-                project<V>(entry, t, work.settings, basis, sums);
+                project<V>(entry, t, warps, work.settings, basis, ring, passed, sums);
                 const float* scales = nullptr;
                 if constexpr (V::kUnitColumns) scales = entry.column_scales + static_cast<std::int64_t>(held) * width;
                 not_finite += keep_signs<V>(scales, t, sums, signs);
             }
             reconstruct<V>(entry, t, work.settings.decay, basis, signs);
+            passed += t.steps;
+            t = t.after(entry, warps);
         }
+        simt::copy_async_wait<0>();  // of groups that are empty, so that the next counts begin anew
         tile += last - first;
     }
     add_to_counter(not_finite, work.not_finite);
 }
 
+template <class V>
+std::size_t shared_bytes(std::int64_t width, int stages) {
+    return basis_end<V>(width) + static_cast<std::size_t>(V::kThreads / simt::kWarp * stages) * Ring::kStageBytes;
+}
+
+// As many stages as let kResident blocks share a multiprocessor; at least one.
+template <class V>
+int stages_of(std::int64_t width) {
+    constexpr std::size_t kReserved = 1024;  // of shared memory, for each block
+    if (!V::kAligned) return 0;
+    const std::size_t mine = (simt::most_shared_memory() + kReserved) / V::kResident - kReserved;
+    int stages = Ring::kMost;
+    while (stages > 1 && (stages > steps_of(width) || shared_bytes<V>(width, stages) > mine)) stages /= 2;
+    return stages;
+}
+
 // Explicit instances are shared out to several files, which compile side by side.
 template <class V>
-void launch_fused(const OnePass& work, simt::Stream stream) {
-    const std::size_t bytes = shared_bytes<V>(work.settings.width);
+void launch_fused(OnePass work, simt::Stream stream) {
+    work.stages = stages_of<V>(work.settings.width);
+    const std::size_t bytes = shared_bytes<V>(work.settings.width, work.stages);
     const std::int64_t resident = simt::resident_blocks(&fused_update<V>, V::kThreads, bytes);
     constexpr std::int64_t kWarps = V::kThreads / simt::kWarp;
     const std::int64_t useful = (work.tiles + kWarps - 1) / kWarps, most = resident * simt::multiprocessors();

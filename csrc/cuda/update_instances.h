@@ -10,8 +10,7 @@
 // Signs of a bf16 basis that streams, four columns at a time.
 #define DOBB_STREAMED_STEPS 20, 26, 32
 
-#define DOBB_INSTANCE(qualifier, ...) \
-    qualifier template void launch_fused<Variant<__VA_ARGS__>>(const OnePass&, simt::Stream);
+#define DOBB_INSTANCE(qualifier, ...) qualifier template void launch_fused<Variant<__VA_ARGS__>>(OnePass, simt::Stream);
 
 #define DOBB_USUAL(qualifier, steps)                   \
     DOBB_INSTANCE(qualifier, steps, 1, 1, false, true) \
@@ -26,9 +25,9 @@
     DOBB_INSTANCE(qualifier, steps, 2, 1, true, false)  \
     DOBB_INSTANCE(qualifier, steps, 2, 2, true, false)
 
-#define DOBB_STREAMED(qualifier, steps)                                                        \
-    qualifier template void launch_streamed<Streamed<steps, 1>>(const OnePass&, simt::Stream); \
-    qualifier template void launch_streamed<Streamed<steps, 2>>(const OnePass&, simt::Stream);
+#define DOBB_STREAMED(qualifier, steps)                                                 \
+    qualifier template void launch_streamed<Streamed<steps, 1>>(OnePass, simt::Stream); \
+    qualifier template void launch_streamed<Streamed<steps, 2>>(OnePass, simt::Stream);
 
 namespace dobb::cuda {
 

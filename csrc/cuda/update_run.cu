@@ -37,7 +37,7 @@ void write_table(const Table& table, Entry* to, simt::Stream stream) {
 struct Choice {
     int tile_rows;
     std::size_t shared_bytes;
-    void (*launch)(const OnePass&, simt::Stream);
+    void (*launch)(OnePass, simt::Stream);
 };
 
 struct Kind {
@@ -50,7 +50,9 @@ struct Kind {
 template <int kSteps>
 struct Usual {
     static Choice choose(std::int64_t width, const Kind& kind) {
-        const auto of = [&]<class V>(V) { return Choice{kTileRows, shared_bytes<V>(width), &launch_fused<V>}; };
+        const auto of = [&]<class V>(V) {
+            return Choice{kTileRows, shared_bytes<V>(width, V::kAligned), &launch_fused<V>};
+        };
         return kind.products.exact ? of(Variant<kSteps, 2, 1, false, true>{})
                                    : of(Variant<kSteps, 1, 1, false, true>{});
     }
@@ -62,11 +64,11 @@ struct Other {
     static Choice of(std::int64_t width, bool basis_is_bf16) {
         using One = Variant<kSteps, 2, 1, kUnitColumns, kAligned>;
         using Two = Variant<kSteps, 2, 2, kUnitColumns, kAligned>;
-        if (!basis_is_bf16) return {kTileRows, shared_bytes<Two>(width), &launch_fused<Two>};
+        if (!basis_is_bf16) return {kTileRows, shared_bytes<Two>(width, Two::kAligned), &launch_fused<Two>};
         if constexpr (!kUnitColumns && kAligned)
             return {};
         else
-            return {kTileRows, shared_bytes<One>(width), &launch_fused<One>};
+            return {kTileRows, shared_bytes<One>(width, One::kAligned), &launch_fused<One>};
     }
     static Choice choose(std::int64_t width, const Kind& kind) {
         if (kind.products.unit_columns)
@@ -133,7 +135,7 @@ void run_one_pass(const std::vector<Segment>& segments, const Settings& settings
             const Choice choice = choose(chosen[0], settings.width, products);
             const Table table = make_table(chosen, settings.width, choice.tile_rows);
             write_table(table, next, static_cast<simt::Stream>(stream));
-            choice.launch({next, static_cast<int>(table.entries.size()), table.tiles, settings, not_finite},
+            choice.launch({next, static_cast<int>(table.entries.size()), table.tiles, settings, not_finite, 0},
                           static_cast<simt::Stream>(stream));
             next += table.entries.size();
         }

@@ -17,8 +17,8 @@ namespace dobb::cuda {
 template <int kSteps_, int kMomentumTerms_>
 struct Streamed {
     static constexpr int kSteps = kSteps_;
-    static constexpr int kMomentumTerms = kMomentumTerms_;  // bf16 terms of M: 1, or 2 for exact signs
-    static constexpr int kHalf = (kSteps + 1) / 2;          // fragments of columns in C of one warp
+    static constexpr int kMomentumTerms = kMomentumTerms_;   // bf16 terms of M: 1, or 2 for exact signs
+    static constexpr int kHalf = (kSteps + 1) / 2;           // fragments of columns in C of one warp
     static constexpr int kKept = kSteps < 20 ? kSteps : 20;  // fragments of signs in registers; others are read again
     static constexpr int kRows = 64, kThreads = 256;
     static constexpr int kPitch = kSteps * kFragment + kPitchPadding;
@@ -90,7 +90,7 @@ template <class V>
 DOBB_DEVICE void project_streamed(const std::uint16_t* basis, int width, int first_row, int half,
                                   const std::uint16_t* terms, std::uint16_t* slabs, float (&sums)[2 * V::kHalf][4]) {
     const int lane = simt::thread_index() % simt::kWarp, steps = steps_of(width);
-    const int first = half * V::kHalf, mine = steps - first < V::kHalf ? steps - first : V::kHalf;
+    const int first = half * V::kHalf;
     const std::uint16_t* lane_terms = terms + (first_row + (lane & 15)) * V::kPitch + (lane & 16) / 2;
     const int lane_basis = (lane & 15) * V::kPitch + (lane & 16) / 2 + first * kFragment;
     DOBB_UNROLL for (int n = 0; n < 2 * V::kHalf; ++n) DOBB_UNROLL for (int i = 0; i < 4; ++i) sums[n][i] = 0;
@@ -106,7 +106,7 @@ DOBB_DEVICE void project_streamed(const std::uint16_t* basis, int width, int fir
         DOBB_UNROLL for (int term = 0; term < V::kMomentumTerms; ++term)
             simt::load_matrices(fragment[term], lane_terms + term * V::kTerm + step * kFragment);
         DOBB_UNROLL for (int n = 0; n < V::kHalf; ++n) {
-            if (n >= mine) break;
+            if (first + n >= steps) break;
             std::uint32_t q[4];
             simt::load_matrices_transposed(q, slab + n * kFragment);
             DOBB_UNROLL for (int term = 0; term < V::kMomentumTerms; ++term) {
@@ -151,7 +151,7 @@ DOBB_DEVICE void reconstruct_streamed(const Entry& entry, const std::uint16_t* b
     const int lane_basis = ((lane & 16) / 2 + (lane & 7)) * V::kPitch + (lane & 8);
     Raw weight[2];
     DOBB_UNROLL for (int row = 0; row < 2; ++row) weight[row] =
-        Access::read(entry.weight, false, tile.position(row, half), tile.columns(row, half));
+        Access::read(entry.weight, false, tile.position(entry, row, half), tile.columns(row, half));
     for (int first = 0; first < tile.steps; first += 2) {
         const int step = first + half;
         simt::copy_async_wait<0>();
@@ -162,7 +162,7 @@ DOBB_DEVICE void reconstruct_streamed(const Entry& entry, const std::uint16_t* b
         if (step >= tile.steps) continue;
         Raw next[2];
         DOBB_UNROLL for (int row = 0; row < 2; ++row) next[row] =
-            Access::read(entry.weight, false, tile.position(row, step + 2), tile.columns(row, step + 2));
+            Access::read(entry.weight, false, tile.position(entry, row, step + 2), tile.columns(row, step + 2));
         const std::uint16_t* slab = slabs + step % 4 * V::kSlab + lane_basis;
         float sums[2][4] = {};
         DOBB_UNROLL for (int k = 0; k < V::kSteps; ++k) {
@@ -176,7 +176,7 @@ DOBB_DEVICE void reconstruct_streamed(const Entry& entry, const std::uint16_t* b
         }
         DOBB_UNROLL for (int row = 0; row < 2; ++row) {
             const Four direction = {{sums[0][2 * row], sums[0][2 * row + 1], sums[1][2 * row], sums[1][2 * row + 1]}};
-            update_weight<true>(entry, tile.position(row, step), weight[row], direction, decay,
+            update_weight<true>(entry, tile.position(entry, row, step), weight[row], direction, decay,
                                 tile.columns(row, step));
             weight[row] = next[row];
         }
@@ -220,7 +220,7 @@ streamed_update(OnePass work) {
 }
 
 template <class V>
-void launch_streamed(const OnePass& work, simt::Stream stream) {
+void launch_streamed(OnePass work, simt::Stream stream) {
     const std::int64_t resident = simt::resident_blocks(&streamed_update<V>, V::kThreads, V::kSharedBytes);
     const std::int64_t most = resident * simt::multiprocessors();
     simt::launch(&streamed_update<V>, static_cast<int>(work.tiles < most ? work.tiles : most), V::kThreads,

@@ -25,6 +25,7 @@ struct Entry {
     const float* column_scales;
     std::int64_t first_tile;   // number of its first tile in the table
     std::int64_t chunks;       // in the segment
+    std::int64_t eight_rows;   // elements from a row to the eighth after it
     std::int32_t blocks;       // in one row of the weight
     std::int32_t first_block;  // of the first chunk
     std::int32_t head, shift;  // see HeldBlocks
@@ -59,7 +60,7 @@ inline Table make_table(const std::vector<Segment>& segments, std::int64_t width
         const std::int64_t blocks = s.columns / width, chunks = s.numel / width, held = std::min(blocks, chunks);
         const std::int64_t rows = (chunks + blocks - 1) / blocks, row_tiles = (rows + tile_rows - 1) / tile_rows;
         table.entries.push_back(
-            {s.weight, s.gradient, s.momentum, s.basis, s.copy, s.column_scales, table.tiles, chunks,
+            {s.weight, s.gradient, s.momentum, s.basis, s.copy, s.column_scales, table.tiles, chunks, 8 * s.columns,
              static_cast<std::int32_t>(blocks), static_cast<std::int32_t>(s.start / width % blocks),
              static_cast<std::int32_t>(held_blocks.head), static_cast<std::int32_t>(held_blocks.shift),
              static_cast<std::int32_t>(held), static_cast<std::int32_t>(row_tiles), s.scale, s.gradient_is_bf16,

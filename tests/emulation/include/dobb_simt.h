@@ -99,7 +99,7 @@ void check_aligned(const void* address, std::size_t bytes, const char* what, con
 void check_shared(const void* address, std::size_t bytes, const char* what, const Site& site);
 void note_read(const void* address, std::size_t bytes, const Site& site);
 void add_atomically(unsigned long long* to, unsigned long long x);
-void add_copy(void* shared, const void* global, const Site& site);
+void add_copy(void* shared, const void* global, std::size_t bytes, const Site& site);
 void commit_copies();
 void finish_copies(int pending);
 
@@ -200,7 +200,10 @@ inline void store_once(std::uint16_t* to, std::uint16_t x, emulation::Site site 
 }
 
 inline void copy_async(void* shared, const void* global, emulation::Site site = emulation::Site::current()) {
-    emulation::add_copy(shared, global, site);
+    emulation::add_copy(shared, global, 16, site);
+}
+inline void copy_async_8(void* shared, const void* global, emulation::Site site = emulation::Site::current()) {
+    emulation::add_copy(shared, global, 8, site);
 }
 inline void copy_async_commit() { emulation::commit_copies(); }
 template <int kPending>

@@ -30,6 +30,7 @@ enum class State { kReady, kWaiting, kReturned };
 struct Copy {
     void* shared;
     const void* global;
+    std::size_t bytes;
 };
 
 struct Thread {
@@ -306,16 +307,16 @@ void note_read(const void* address, std::size_t bytes, const Site& site) {
 
 void add_atomically(unsigned long long* to, unsigned long long x) { *to += x; }
 
-void add_copy(void* shared, const void* global, const Site& site) {
-    check_aligned(shared, 16, "copy_async", site);
-    check_aligned(global, 16, "copy_async", site);
-    check_shared(shared, 16, "copy_async", site);
-    note_access(Access::kRead, global, sizeof(Quad), {&site});
-    note_access(Access::kCopyUnderWay, shared, sizeof(Quad), {&site});
+void add_copy(void* shared, const void* global, std::size_t bytes, const Site& site) {
+    check_aligned(shared, bytes, "copy_async", site);
+    check_aligned(global, bytes, "copy_async", site);
+    check_shared(shared, bytes, "copy_async", site);
+    note_access(Access::kRead, global, bytes, {&site});
+    note_access(Access::kCopyUnderWay, shared, bytes, {&site});
     Quad probe;
-    std::memcpy(&probe, global, sizeof(probe));          // out of bounds is found here, where the kernel asks for it
-    std::memset(shared, kNotInitialized, sizeof(Quad));  // until the wait it is neither the old nor the new
-    current().copies.push_back({shared, global});
+    std::memcpy(&probe, global, bytes);          // out of bounds is found here, where the kernel asks for it
+    std::memset(shared, kNotInitialized, bytes);  // until the wait it is neither the old nor the new
+    current().copies.push_back({shared, global, bytes});
 }
 
 void commit_copies() {
@@ -328,8 +329,8 @@ void finish_copies(int pending) {
     auto& groups = current().groups;
     while (groups.size() > static_cast<std::size_t>(pending)) {
         for (const Copy& copy : groups.front()) {
-            note_access(Access::kCopyDone, copy.shared, sizeof(Quad), {});
-            std::memcpy(copy.shared, copy.global, sizeof(Quad));
+            note_access(Access::kCopyDone, copy.shared, copy.bytes, {});
+            std::memcpy(copy.shared, copy.global, copy.bytes);
         }
         groups.erase(groups.begin());
     }
