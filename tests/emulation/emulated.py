@@ -22,7 +22,7 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FLAGS = ["-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer"]
+FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer"]
 INCLUDE = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime"), "-I", str(ROOT / "csrc" / "cuda")]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 REPORTS_ACCESSES = ["-fsanitize=thread"]  # to runtime/races.cpp: the sanitizer's own library is not linked

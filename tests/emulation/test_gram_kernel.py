@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emulation.emulated import Device
@@ -32,6 +32,10 @@ def symmetric(blocks, width):
     misaligned=st.sampled_from([0, 2, 4, 8]),
     multiprocessors=st.integers(1, 3),
 )
+# Each reason for which copies of 16 bytes cannot be taken, alone.
+@example(width=24, blocks=2, tokens=65, dtype=torch.bfloat16, gap=1, misaligned=0, multiprocessors=1)
+@example(width=24, blocks=2, tokens=65, dtype=torch.bfloat16, gap=8, misaligned=8, multiprocessors=1)
+@example(width=100, blocks=2, tokens=65, dtype=torch.bfloat16, gap=0, misaligned=0, multiprocessors=1)
 def test_gram_adds_the_sums_that_float64_gives(harness, width, blocks, tokens, dtype, gap, misaligned, multiprocessors):
     features = width * blocks
     storage = torch.full((tokens, features + gap), torch.nan, dtype=dtype)
