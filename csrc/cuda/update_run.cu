@@ -13,10 +13,10 @@ namespace {
 // The table travels as parameters of small kernels: no copy whose source must outlive the call, also when the launches
 // are replayed from a graph.
 struct Pack {
-    static constexpr int kEntries = 40;  // kernels take 4 KB of parameters everywhere
+    static constexpr std::size_t kBytes = 3840;  // kernels take 4 KB of parameters everywhere
+    static constexpr std::size_t kEntries = kBytes / sizeof(Entry);
     Entry entries[kEntries];
 };
-static_assert(sizeof(Pack) <= 4096 - 64);
 
 DOBB_KERNEL(128, 1)
 write_entries(Pack pack, int count, Entry* to) {
@@ -28,7 +28,7 @@ write_entries(Pack pack, int count, Entry* to) {
 void write_table(const Table& table, Entry* to, simt::Stream stream) {
     for (std::size_t i = 0; i < table.entries.size(); i += Pack::kEntries) {
         Pack pack = {};
-        const std::size_t count = std::min<std::size_t>(Pack::kEntries, table.entries.size() - i);
+        const std::size_t count = std::min(Pack::kEntries, table.entries.size() - i);
         std::copy_n(table.entries.begin() + static_cast<std::ptrdiff_t>(i), count, pack.entries);
         simt::launch(&write_entries, 1, 128, 0, stream, pack, static_cast<int>(count), to + i);
     }
