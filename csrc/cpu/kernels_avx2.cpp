@@ -9,7 +9,7 @@
 
 #include "update_task.h"
 
-DOBB_TARGET_AVX2
+DOBB_TARGET(DOBB_AVX2)
 #define DOBB_ISA avx2
 #include "vector_avx2.h"
 //

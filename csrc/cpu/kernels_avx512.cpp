@@ -9,7 +9,7 @@
 
 #include "update_task.h"
 
-DOBB_TARGET_AVX512
+DOBB_TARGET(DOBB_AVX512)
 #define DOBB_ISA avx512
 #include "vector_avx512.h"
 //

@@ -133,6 +133,10 @@ void reconstruct_scaled(const Tile& tile, const Q* basis, Scratch& scratch) {
 
 using BlockScratch = Scratch;
 
+struct MatrixScope {
+    MatrixScope() {}  // vectors need nothing made ready
+};
+
 std::int64_t calls_of_compute(std::int64_t width, std::int64_t rows) { return calls_of_project(width, rows); }
 
 // Passes 2 and 3 for one tile. Returns how many coefficients are not finite.

@@ -31,7 +31,8 @@ std::int64_t run(const UpdateArguments& a) {
     const UnitSize most = unit_size(use, a.width, threads);
     const std::vector<Segment> segments = describe(a);
     const std::vector<Unit> units = plan_units(segments, a.width, most);
-    const Settings settings = {a.width, static_cast<float>(a.decay), static_cast<float>(1 - a.momentum), a.nesterov};
+    const Settings settings = {a.width, static_cast<float>(a.decay), static_cast<float>(1 - a.momentum), a.nesterov,
+                               a.exact};
     const std::size_t bytes = use.scratch_bytes(a.width, most);
     Work work = {segments, units, settings, most, static_cast<std::size_t>(threads)};
     std::atomic<std::int64_t> not_finite{0};

@@ -56,6 +56,7 @@ std::int64_t compute_unit(const Job& job, const Settings& settings, BlockScratch
 
 std::int64_t run(Work& work, std::byte* bytes) {
     const Settings& settings = work.settings;
+    [[maybe_unused]] const MatrixScope scope;
     Memory memory;
     Memory::layout(settings.width, work.most, bytes, &memory);
     int next_tiles = 0;
