@@ -2,8 +2,9 @@
 //   1. M <- mu M + (1 - mu) G; what will be projected is left in tiles, one for each block (traffic.h).
 //   2. C = M Q for one tile, and the sign or the scaled value of every coefficient.
 //   3. S Q^T, in the place of the tile, and W from it (traffic.h again).
-// Pass 1 of the next unit and the writing of the last one's W run along with pass 2. `compute`, `calls_of_compute` and
-// `BlockScratch` come from the header that was included before this one.
+// Pass 1 of the next unit and the writing of the last one's W run along with pass 2. `compute`, `calls_of_compute`,
+// `BlockScratch` and `MatrixScope` come from the header that was included before this one: reconstruct_kernel.h for
+// vectors, matrix_block.h for matrix units.
 #pragma once
 
 namespace dobb::cpu::DOBB_ISA {
