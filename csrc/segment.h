@@ -26,6 +26,7 @@ struct Settings {
     float decay;            // 1 - learning rate times weight decay
     float gradient_weight;  // 1 - mu
     bool nesterov;
+    bool exact = true;  // signs as of fp32 products; otherwise M and Q may be rounded to bf16
 };
 
 // Which basis of a segment belongs to block `block` of a row. The held blocks, in ascending order, are all, one run,

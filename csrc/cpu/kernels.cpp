@@ -11,14 +11,13 @@ namespace dobb::cpu {
 
 extern const Kernel kPlainKernel;
 #ifdef DOBB_X86
-extern const Kernel kAvx2Kernel, kAvx512Kernel;
+extern const Kernel kAvx2Kernel, kAvx512Kernel, kAvx512Bf16Kernel, kAmxKernel;
 #endif
 
 const std::vector<Kernel>& all_kernels() {
     static const std::vector<Kernel> kernels = {
 #ifdef DOBB_X86
-        kAvx512Kernel,
-        kAvx2Kernel,
+        kAmxKernel,   kAvx512Bf16Kernel, kAvx512Kernel, kAvx2Kernel,
 #endif
         kPlainKernel,
     };

@@ -9,11 +9,17 @@
 
 #include "update_task.h"
 
-DOBB_TARGET_AVX2
+DOBB_TARGET(DOBB_AVX2)
 #define DOBB_ISA avx2
 #include "vector_avx2.h"
 //
+#include "job.h"
+//
+#include "traffic.h"
+//
 #include "update_scratch.h"
+//
+#include "project_kernel.h"
 //
 #include "reconstruct_kernel.h"
 //
@@ -27,7 +33,7 @@ namespace dobb::cpu {
 static bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 extern const Kernel kAvx2Kernel = {"avx2",           supported,          avx2::scratch_bytes,
-                                   avx2::run_unit,   avx2::kGramColumns, avx2::widen_fp32,
+                                   avx2::run,        avx2::kGramColumns, avx2::widen_fp32,
                                    avx2::widen_bf16, avx2::add_gram};
 
 }  // namespace dobb::cpu

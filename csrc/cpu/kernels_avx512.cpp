@@ -9,11 +9,17 @@
 
 #include "update_task.h"
 
-DOBB_TARGET_AVX512
+DOBB_TARGET(DOBB_AVX512)
 #define DOBB_ISA avx512
 #include "vector_avx512.h"
 //
+#include "job.h"
+//
+#include "traffic.h"
+//
 #include "update_scratch.h"
+//
+#include "project_kernel.h"
 //
 #include "reconstruct_kernel.h"
 //
@@ -30,7 +36,7 @@ static bool supported() {
 }
 
 extern const Kernel kAvx512Kernel = {
-    "avx512",           supported,          avx512::scratch_bytes, avx512::run_unit, avx512::kGramColumns,
+    "avx512",           supported,          avx512::scratch_bytes, avx512::run, avx512::kGramColumns,
     avx512::widen_fp32, avx512::widen_bf16, avx512::add_gram};
 
 }  // namespace dobb::cpu

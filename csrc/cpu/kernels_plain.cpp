@@ -7,7 +7,13 @@
 #define DOBB_ISA plain
 #include "vector_plain.h"
 //
+#include "job.h"
+//
+#include "traffic.h"
+//
 #include "update_scratch.h"
+//
+#include "project_kernel.h"
 //
 #include "reconstruct_kernel.h"
 //
@@ -18,7 +24,7 @@
 namespace dobb::cpu {
 
 extern const Kernel kPlainKernel = {"plain",           [] { return true; }, plain::scratch_bytes,
-                                    plain::run_unit,   plain::kGramColumns, plain::widen_fp32,
+                                    plain::run,        plain::kGramColumns, plain::widen_fp32,
                                     plain::widen_bf16, plain::add_gram};
 
 }  // namespace dobb::cpu

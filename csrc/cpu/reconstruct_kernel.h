@@ -1,4 +1,4 @@
-// Pass 3 of the update, written over the vector type of vector_*.h: W <- decay W - scale S Q^T for one tile.
+// Pass 3 of the update, written over the vector type of vector_*.h: S Q^T in the place of the tile.
 //
 // Signs go by table: a group of four columns of Q has sixteen signed sums, which are computed once for all rows of the
 // tile, and one addition then stands for four. A coefficient that is zero or not finite has no place in the tables: its
@@ -42,12 +42,13 @@ DOBB_INLINE void tabulate(std::int64_t first, std::int64_t count, Scratch& scrat
 
 // Adds the groups first .. first + count of `kRows` rows, none of them marked, to their directions.
 template <int kRows>
-DOBB_INLINE void add_sums(std::int64_t row, std::int64_t first, std::int64_t count, Scratch& scratch) {
+DOBB_INLINE void add_sums(const Tile& tile, std::int64_t column, std::int64_t row, std::int64_t first,
+                          std::int64_t count, Scratch& scratch) {
     Vector sum[kRows][kSumVectors];
-    float* direction = scratch.direction + row * kSumColumns;
+    float* direction = tile.values + row * tile.stride + column;
     for (int i = 0; i < kRows; ++i)
         for (int v = 0; v < kSumVectors; ++v)
-            sum[i][v] = first == 0 ? zero() : load(direction + i * kSumColumns + v * kLanes);
+            sum[i][v] = first == 0 ? zero() : load(direction + i * tile.stride + v * kLanes);
     const char* sums = reinterpret_cast<const char*>(scratch.sums);
     const std::uint16_t* patterns = scratch.patterns + row * scratch.groups + first;
     for (std::int64_t g = 0; g < count; ++g, sums += kPatterns * kPattern)
@@ -56,13 +57,14 @@ DOBB_INLINE void add_sums(std::int64_t row, std::int64_t first, std::int64_t cou
             for (int v = 0; v < kSumVectors; ++v) sum[i][v] = add(sum[i][v], load(found + v * kLanes));
         }
     for (int i = 0; i < kRows; ++i)
-        for (int v = 0; v < kSumVectors; ++v) store(direction + i * kSumColumns + v * kLanes, sum[i][v]);
+        for (int v = 0; v < kSumVectors; ++v) store(direction + i * tile.stride + v * kLanes, sum[i][v]);
 }
 
 // The same for a row that has marked groups, which are summed one coefficient at a time.
-void add_marked_row(std::int64_t row, std::int64_t first, std::int64_t count, Scratch& scratch) {
+void add_marked_row(const Tile& tile, std::int64_t column, std::int64_t row, std::int64_t first, std::int64_t count,
+                    Scratch& scratch) {
     Vector sum[kSumVectors];
-    float* direction = scratch.direction + row * kSumColumns;
+    float* direction = tile.values + row * tile.stride + column;
     for (int v = 0; v < kSumVectors; ++v) sum[v] = first == 0 ? zero() : load(direction + v * kLanes);
     const std::uint16_t* patterns = scratch.patterns + row * scratch.groups;
     const float* coefficients = scratch.coefficients + row * scratch.padded;
@@ -85,7 +87,7 @@ void add_marked_row(std::int64_t row, std::int64_t first, std::int64_t count, Sc
 }
 
 template <class Q>
-void reconstruct_signs(const Tile& tile, const Q* basis, const Output& output, Scratch& scratch) {
+void reconstruct_signs(const Tile& tile, const Q* basis, Scratch& scratch) {
     constexpr int kRows = kAccumulators >= 24 ? 8 : 4;
     for (std::int64_t column = 0; column < tile.width; column += kSumColumns) {
         pack_rows(basis, tile.width, column, scratch.padded, scratch.panel);
@@ -97,39 +99,58 @@ void reconstruct_signs(const Tile& tile, const Q* basis, const Output& output, S
                 int marked = r + kRows > tile.rows;
                 for (int i = 0; i < kRows && r + i < tile.rows; ++i) marked |= scratch.marked[r + i];
                 if (!marked)
-                    add_sums<kRows>(r, first, count, scratch);
+                    add_sums<kRows>(tile, column, r, first, count, scratch);
                 else
-                    for (int i = 0; i < kRows && r + i < tile.rows; ++i) add_marked_row(r + i, first, count, scratch);
+                    for (int i = 0; i < kRows && r + i < tile.rows; ++i)
+                        add_marked_row(tile, column, r + i, first, count, scratch);
             }
         }
-        for (std::int64_t r = 0; r < tile.rows; ++r)
-            output.write(r * tile.stride + column, scratch.direction + r * kSumColumns, tile.width - column);
     }
 }
 
 // The directions of rows `row .. row + kRows`, for the panel's columns.
 template <int kRows>
-DOBB_INLINE void multiply_scaled(std::int64_t row, std::int64_t width, Scratch& scratch) {
+DOBB_INLINE void multiply_scaled(const Tile& tile, std::int64_t column, std::int64_t row, Scratch& scratch) {
     Vector sum[kRows][kSumVectors];
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kSumVectors; ++v) sum[r][v] = zero();
-    add_products(scratch.coefficients + row * scratch.padded, scratch.padded, scratch.panel, width, sum);
+    add_products(scratch.coefficients + row * scratch.padded, scratch.padded, scratch.panel, tile.width, sum);
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kSumVectors; ++v)
-            store(scratch.direction + (row + r) * kSumColumns + v * kLanes, sum[r][v]);
+            store(tile.values + (row + r) * tile.stride + column + v * kLanes, sum[r][v]);
 }
 
 template <class Q>
-void reconstruct_scaled(const Tile& tile, const Q* basis, const Output& output, Scratch& scratch) {
+void reconstruct_scaled(const Tile& tile, const Q* basis, Scratch& scratch) {
     constexpr int kRows = kAccumulators / kSumVectors;
     for (std::int64_t column = 0; column < tile.width; column += kSumColumns) {
         pack_rows(basis, tile.width, column, scratch.padded, scratch.panel);
         std::int64_t r = 0;
-        for (; r + kRows <= tile.rows; r += kRows) multiply_scaled<kRows>(r, tile.width, scratch);
-        for (; r < tile.rows; ++r) multiply_scaled<1>(r, tile.width, scratch);
-        for (r = 0; r < tile.rows; ++r)
-            output.write(r * tile.stride + column, scratch.direction + r * kSumColumns, tile.width - column);
+        for (; r + kRows <= tile.rows; r += kRows) multiply_scaled<kRows>(tile, column, r, scratch);
+        for (; r < tile.rows; ++r) multiply_scaled<1>(tile, column, r, scratch);
     }
+}
+
+using BlockScratch = Scratch;
+
+struct MatrixScope {
+    MatrixScope() {}  // vectors need nothing made ready
+};
+
+std::int64_t calls_of_compute(std::int64_t width, std::int64_t rows) { return calls_of_project(width, rows); }
+
+// Passes 2 and 3 for one tile. Returns how many coefficients are not finite.
+template <class Q>
+std::int64_t compute(const Tile& tile, const Q* basis, const float* scales, const Settings&, Scratch& scratch,
+                     Traffic& traffic) {
+    scratch.scaled = scales != nullptr;
+    if (scratch.scaled) scratch.take_scales(scales, tile.width);
+    const std::int64_t not_finite = project(tile, basis, scratch, traffic);
+    if (scratch.scaled)
+        reconstruct_scaled(tile, basis, scratch);
+    else
+        reconstruct_signs(tile, basis, scratch);
+    return not_finite;
 }
 
 }  // namespace dobb::cpu::DOBB_ISA

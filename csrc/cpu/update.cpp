@@ -13,34 +13,32 @@
 namespace dobb::cpu {
 namespace {
 
-// A tile is large enough that the tables of signed sums are made for many rows, and small enough for the cache of a
-// core: with G, M and W of the next one, 16 bytes an element.
-constexpr std::int64_t kTileElements = 24 * 1024;
-constexpr std::int64_t kFewestRows = 32, kMostRows = 256;
+// Tables of signed sums are made once for all rows of a tile, so it should have many. Three units' tiles of a thread
+// share the cache of its core, and rows of a unit should be long runs of memory.
+constexpr std::int64_t kUnitElements = 24 * 1024;
+constexpr std::int64_t kFewestRows = 32, kMostRows = 128;
 constexpr std::size_t kMostScratch = std::size_t{28} << 20;  // of all threads together
 
-std::int64_t tile_rows(const Kernel& kernel, std::int64_t width, int threads) {
-    std::int64_t rows = std::clamp(kTileElements / width, std::int64_t{128}, kMostRows);
-    while (rows > kFewestRows && kernel.scratch_bytes(width, rows) * threads > kMostScratch) rows /= 2;
-    return rows;
+UnitSize unit_size(const Kernel& kernel, std::int64_t width, int threads) {
+    UnitSize most = {kMostRows, std::max<std::int64_t>(1, kUnitElements / (kMostRows * tile_stride(width)))};
+    while (most.rows > kFewestRows && kernel.scratch_bytes(width, most) * threads > kMostScratch) most.rows /= 2;
+    return most;
 }
 
 std::int64_t run(const UpdateArguments& a) {
     const Kernel& use = kernel_in_use();
     const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-    const std::int64_t rows = tile_rows(use, a.width, threads);
+    const UnitSize most = unit_size(use, a.width, threads);
     const std::vector<Segment> segments = describe(a);
-    const std::vector<Unit> units = plan_units(segments, a.width, rows);
-    const Settings settings = {a.width, static_cast<float>(a.decay), static_cast<float>(1 - a.momentum), a.nesterov};
-    const std::size_t bytes = use.scratch_bytes(a.width, rows);
-    std::atomic<std::size_t> next{0};
+    const std::vector<Unit> units = plan_units(segments, a.width, most);
+    const Settings settings = {a.width, static_cast<float>(a.decay), static_cast<float>(1 - a.momentum), a.nesterov,
+                               a.exact};
+    const std::size_t bytes = use.scratch_bytes(a.width, most);
+    Work work = {segments, units, settings, most, static_cast<std::size_t>(threads)};
     std::atomic<std::int64_t> not_finite{0};
-    at::parallel_for(0, std::min<std::int64_t>(threads, units.size()), 1, [&](std::int64_t, std::int64_t) {
+    at::parallel_for(0, std::min<std::int64_t>(threads, units.size()), 1, [&](std::int64_t begin, std::int64_t end) {
         const at::DataPtr scratch = c10::GetCPUAllocator()->allocate(bytes);
-        std::int64_t found = 0;
-        for (std::size_t i = next++; i < units.size(); i = next++)
-            found += use.run(segments[units[i].segment], settings, units[i], static_cast<std::byte*>(scratch.get()));
-        not_finite += found;
+        for (std::int64_t i = begin; i < end; ++i) not_finite += use.run(work, static_cast<std::byte*>(scratch.get()));
     });
     return not_finite;
 }

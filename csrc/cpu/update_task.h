@@ -1,6 +1,7 @@
 // Units of work of the update, and what a compiled variant of the CPU kernels offers. Without PyTorch.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -9,16 +10,29 @@
 
 namespace dobb::cpu {
 
-// A rectangle of a segment that one thread updates at a time: rows of neighbouring blocks, contiguous in memory.
+// A rectangle of a segment that one thread updates at a time.
 struct Unit {
     std::int32_t segment;
     std::int32_t rows;
     std::int64_t offset;  // of its first element in the segment
     std::int64_t first_block, blocks;
+    std::int64_t row_stride;
 };
 
-// Units of at most `most_rows` rows that cover all segments, each a partial first row, whole rows, a partial last row.
-inline std::vector<Unit> plan_units(const std::vector<Segment>& segments, std::int64_t width, std::int64_t most_rows) {
+// Bounds of a unit: at most this many rows, and tiles of rows of blocks. A single row may have as many blocks as tiles.
+struct UnitSize {
+    std::int64_t rows, blocks;
+};
+
+// Floats from one row of a tile to the next: whole cache lines, and never a power of two of them, which would let rows
+// compete for the same few lines of the cache.
+inline std::int64_t tile_stride(std::int64_t width) {
+    const std::int64_t lines = (width + 15) / 16;
+    return 16 * (lines % 32 == 0 ? lines + 1 : lines);
+}
+
+// Units that cover all segments, each a partial first row, whole rows, a partial last row.
+inline std::vector<Unit> plan_units(const std::vector<Segment>& segments, std::int64_t width, const UnitSize& most) {
     std::vector<Unit> units;
     for (std::size_t i = 0; i < segments.size(); ++i) {
         const Segment& segment = segments[i];
@@ -27,27 +41,48 @@ inline std::vector<Unit> plan_units(const std::vector<Segment>& segments, std::i
         for (std::int64_t chunk = first; chunk < last;) {
             const std::int64_t inside = chunk % per_row;
             std::int64_t rows = inside == 0 ? (last - chunk) / per_row : 0, blocks = per_row;
-            if (rows > most_rows) rows = most_rows;
+            if (rows > most.rows) rows = most.rows;
             if (rows == 0) {
                 rows = 1;
                 blocks = last - chunk < per_row - inside ? last - chunk : per_row - inside;
             }
-            units.push_back({static_cast<std::int32_t>(i), static_cast<std::int32_t>(rows), (chunk - first) * width,
-                             inside, blocks});
+            const std::int64_t step = rows == 1 ? most.rows * most.blocks : most.blocks;
+            for (std::int64_t k = 0; k < blocks; k += step)
+                units.push_back({static_cast<std::int32_t>(i), static_cast<std::int32_t>(rows),
+                                 (chunk - first + k) * width, inside + k, step < blocks - k ? step : blocks - k,
+                                 per_row * width});
             chunk += rows * blocks;
         }
     }
     return units;
 }
 
+// What the threads of one call share.
+struct Work {
+    const std::vector<Segment>& segments;
+    const std::vector<Unit>& units;
+    const Settings settings;
+    const UnitSize most;
+    const std::size_t threads;
+    std::atomic<std::size_t> next{0};
+
+    // A unit that no thread has taken yet, or null.
+    const Unit* take() {
+        const std::size_t i = next++;
+        return i < units.size() ? &units[i] : nullptr;
+    }
+    // The same for a thread that still works on another one: the last units are left to threads without work.
+    const Unit* take_ahead() { return next.load() + threads < units.size() ? take() : nullptr; }
+};
+
 // One compiled variant of the kernels.
 struct Kernel {
     const char* name;
     bool (*supported)();
-    // Bytes of scratch memory that a thread needs for units of `rows` rows.
-    std::size_t (*scratch_bytes)(std::int64_t width, std::int64_t rows);
-    // Updates one unit; returns the number of coefficients that are not finite.
-    std::int64_t (*run)(const Segment&, const Settings&, const Unit&, std::byte* scratch);
+    // Bytes of scratch memory that a thread needs.
+    std::size_t (*scratch_bytes)(std::int64_t width, const UnitSize& most);
+    // Updates units until none is left; returns the number of coefficients that are not finite.
+    std::int64_t (*run)(Work& work, std::byte* scratch);
     // The sums of x x^T, see gram_kernel.h: activations lie in panels of gram_columns features.
     std::int64_t gram_columns;
     void (*widen_fp32)(const float* from, std::int64_t from_stride, std::int64_t tokens, std::int64_t width, float* to);

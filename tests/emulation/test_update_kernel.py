@@ -66,7 +66,7 @@ def test_signs_momentum_and_update_agree_with_float64(harness, kernels, case, ne
         schedules=schedules,
     )
     assert bad == 0
-    check_against_float64(case, after, options, EXACT)
+    check_against_float64(case, after, options, rounding=EXACT)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -111,7 +111,7 @@ def test_every_compiled_width_agrees_with_float64(harness, width, basis, precisi
         schedules=(FORWARD, Schedule(3, 1)),
     )
     rounded = precision == "bf16" and basis is torch.bfloat16
-    check_against_float64(case, after, SETTINGS, ROUNDED if rounded else EXACT)
+    check_against_float64(case, after, SETTINGS, rounding=ROUNDED if rounded else EXACT)
 
 
 @pytest.mark.parametrize("width", [260, 320, 400, 512])
@@ -128,7 +128,7 @@ def test_every_width_that_streams_its_basis_agrees_with_float64(harness, width, 
     update(
         harness, after.segments, after.gradients, **SETTINGS, precision=precision, device=device, schedules=schedules
     )
-    check_against_float64(case, after, SETTINGS, ROUNDED if precision == "bf16" else EXACT)
+    check_against_float64(case, after, SETTINGS, rounding=ROUNDED if precision == "bf16" else EXACT)
 
 
 def test_a_width_whose_basis_does_not_fit_into_shared_memory_is_refused(harness):
@@ -218,7 +218,7 @@ def test_every_wrap_around_a_row_end_uses_the_right_basis(harness, start, blocks
         case = Case([made], [gradient])
         after = copied(case)
         update(harness, after.segments, after.gradients, **SETTINGS, kernels=kernels, schedules=(FORWARD,))
-        check_against_float64(case, after, SETTINGS, EXACT)
+        check_against_float64(case, after, SETTINGS, rounding=EXACT)
 
 
 def test_ten_thousand_segments_go_in_one_call(harness):
@@ -232,7 +232,7 @@ def test_ten_thousand_segments_go_in_one_call(harness):
         Case([case.segments[i] for i in sample], [case.gradients[i] for i in sample]),
         Case([after.segments[i] for i in sample], [after.gradients[i] for i in sample]),
         SETTINGS,
-        EXACT,
+        rounding=EXACT,
     )
     assert all(not torch.equal(a.weight, b.weight) for a, b in zip(case.segments, after.segments, strict=True))
 

@@ -68,7 +68,7 @@ def step(case, **more):
 def test_signs_momentum_and_update_agree_with_float64(case, nesterov):
     after = on_gpu(copied(case))
     step(after, nesterov=nesterov)
-    check_against_float64(case, back(after), SETTINGS | {"nesterov": nesterov}, EXACT)
+    check_against_float64(case, back(after), SETTINGS | {"nesterov": nesterov}, rounding=EXACT)
 
 
 @settings(max_examples=50, deadline=None)
@@ -90,7 +90,7 @@ def test_every_kind_of_width_agrees_with_float64(width, precision, basis):
     after = on_gpu(copied(case))
     step(after, precision=precision)
     rounded = precision == "bf16" and basis is torch.bfloat16
-    check_against_float64(case, back(after), SETTINGS, ROUNDED if rounded else EXACT)
+    check_against_float64(case, back(after), SETTINGS, rounding=ROUNDED if rounded else EXACT)
 
 
 @settings(max_examples=20, deadline=None)
@@ -181,4 +181,4 @@ def test_ten_thousand_segments_go_in_one_call():
     case = Case([s for s, _ in pairs], [g for _, g in pairs])
     after = on_gpu(copied(case))
     step(after)
-    check_against_float64(case, back(after), SETTINGS, EXACT)
+    check_against_float64(case, back(after), SETTINGS, rounding=EXACT)
