@@ -26,7 +26,7 @@ from update_cases import (
 from megatron_dobb import reference
 from megatron_dobb.blocks import Shard
 
-SOURCE = Path(__file__).parents[1] / "emulation" / "matrix_units.cpp"
+SOURCE = Path(__file__).with_name("matrix_units.cpp")
 COMPILER = os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
