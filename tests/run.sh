@@ -9,6 +9,11 @@ set -euo pipefail
 # shellcheck source=../tools/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/../tools/environment.sh"
 
+# Without a GPU the CUDA kernels are of no use in .venv; tests/functional/test_cuda_build.py compiles them.
+if ! nvidia-smi -L >/dev/null 2>&1; then
+    export MEGATRON_DOBB_NO_CUDA="${MEGATRON_DOBB_NO_CUDA:-1}"
+fi
+
 python=$(find_python)
 prepare_environment "$python" test
 cd "$ROOT"

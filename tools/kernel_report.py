@@ -21,9 +21,11 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 REGISTERS = 65536  # of one multiprocessor, on all three architectures
-SHARED_KB = {"80": 164, "90": 228, "100": 228}  # of one multiprocessor; each block also takes 1 KB
+SHARED_KB = {"80": 164, "90": 228, "100": 228}  # of one multiprocessor
 MOST_WARPS = 64
+RESERVED_BYTES = 1024  # of shared memory, that a block takes besides
 ENTRY_BYTES, FRAGMENT, PADDING = 128, 16, 8  # as in csrc/cuda/update_fragments.cuh
+STAGE_BYTES, MOST_STAGES = 2048, 4  # of a warp's ring, as in update_fused.cuh
 
 # An H200: copy bandwidth and multiprocessors as measured; clock and tensor rate of the data sheet, of which the
 # products used here reach about 0.62 on that generation; time that a load takes when memory is busy.
@@ -53,9 +55,11 @@ class Shape:
 
     width: int
     threads: int
-    shared_bytes: int
+    shared_bytes: int  # without the rings
+    ring_bytes: int  # for each warp and stage
+    wanted_blocks: int  # that the source wants on one multiprocessor
     momentum_terms: int
-    loads_in_flight: int  # bytes of G and M for each warp
+    loads_in_flight: int  # bytes of G and M for each warp, and for each stage of its ring if it has one
     basis_reads: int  # times that shared memory is read for each 16 rows, in bytes
 
 
@@ -95,15 +99,17 @@ def shape_of(kernel: Kernel) -> Shape | None:
     steps = kernel.numbers[0] if kernel.numbers else 0
     pitch, width = steps * FRAGMENT + PADDING, steps * FRAGMENT
     if kernel.name == "fused_update":
-        terms, basis_terms = kernel.numbers[1:3]
-        threads = 128 if steps <= 8 else 192 if steps <= 12 else 256
-        ahead = 2 if steps <= 8 else 1
+        terms, basis_terms, unit_columns, aligned = kernel.numbers[1:]
+        usual = basis_terms == 1 and not unit_columns and aligned
+        wanted = 1 if not usual else 4 if steps <= 4 else 3 if steps <= 8 else 2 if steps <= 12 else 1
         return Shape(
             width=width,
-            threads=threads,
+            threads=128 if steps <= 8 else 192 if steps <= 12 else 256,
             shared_bytes=ENTRY_BYTES + width * pitch * basis_terms * 2,
+            ring_bytes=STAGE_BYTES if aligned else 0,
+            wanted_blocks=wanted,
             momentum_terms=terms,
-            loads_in_flight=ahead * 16 * FRAGMENT * 8,
+            loads_in_flight=STAGE_BYTES,
             basis_reads=2 * basis_terms * width * width * 2,
         )
     if kernel.name == "streamed_update":
@@ -111,6 +117,8 @@ def shape_of(kernel: Kernel) -> Shape | None:
             width=width,
             threads=256,
             shared_bytes=ENTRY_BYTES + (2 * 64 * pitch + 2 * FRAGMENT * pitch) * 2,
+            ring_bytes=0,
+            wanted_blocks=1,
             momentum_terms=kernel.numbers[1],
             loads_in_flight=4 * 32 * 32,
             basis_reads=2 * width * width * 2,
@@ -118,18 +126,37 @@ def shape_of(kernel: Kernel) -> Shape | None:
     return None
 
 
+def stages_of(shape: Shape, architecture: str) -> int:
+    """Stages of each ring, as stages_of in update_fused.cuh finds them; 0 without rings."""
+    if not shape.ring_bytes:
+        return 0
+    mine = SHARED_KB[architecture] * 1024 // shape.wanted_blocks - RESERVED_BYTES
+    warps, stages = shape.threads // 32, MOST_STAGES
+    while stages > 1 and (
+        stages * FRAGMENT > shape.width or shape.shared_bytes + warps * stages * shape.ring_bytes > mine
+    ):
+        stages //= 2
+    return stages
+
+
+def shared_bytes(shape: Shape, architecture: str) -> int:
+    """Dynamic shared memory of one block of threads."""
+    return shape.shared_bytes + shape.threads // 32 * stages_of(shape, architecture) * shape.ring_bytes
+
+
 def resident_blocks(kernel: Kernel, shape: Shape, architecture: str) -> int:
     """Blocks of threads on one multiprocessor, by registers (handed out to warps by 256) and shared memory."""
     warps = shape.threads // 32
     by_registers = REGISTERS // (-(-kernel.registers * 32 // 256) * 256) // warps
-    by_shared = SHARED_KB[architecture] * 1024 // (shape.shared_bytes + kernel.static_shared_bytes + 1024)
+    needed = shared_bytes(shape, architecture) + kernel.static_shared_bytes + RESERVED_BYTES
+    by_shared = SHARED_KB[architecture] * 1024 // needed
     return min(by_registers, by_shared, MOST_WARPS // warps)
 
 
 def bandwidth_share(shape: Shape, blocks: int) -> tuple[float, float]:
     """Estimated share of an H200's copy bandwidth: without overlap of the stages, and with full overlap."""
     memory = 16 * shape.width * 20 / (COPY_BYTES_PER_NS / MULTIPROCESSORS)
-    in_flight = blocks * shape.threads // 32 * shape.loads_in_flight
+    in_flight = blocks * shape.threads // 32 * max(1, stages_of(shape, "90")) * shape.loads_in_flight
     memory_alone = memory / min(1.0, in_flight / (LATENCY_NS * COPY_BYTES_PER_NS / MULTIPROCESSORS))
     products = 16 * shape.width**2 * (shape.momentum_terms + 1) / PRODUCTS_PER_CLOCK / GHZ
     shared = shape.basis_reads / SHARED_BYTES_PER_CLOCK / GHZ
@@ -168,7 +195,10 @@ def table(kernels: Iterable[Kernel], architecture: str) -> list[str]:
         else:
             blocks = resident_blocks(kernel, shape, architecture)
             warps = shape.threads // 32
-            row += [f"{shape.shared_bytes / 1024:.1f}", f"{blocks} x {warps}" if blocks else "does not fit"]
+            row += [
+                f"{shared_bytes(shape, architecture) / 1024:.1f}",
+                f"{blocks} x {warps}" if blocks else "does not fit",
+            ]
             row.append(f"{100 * blocks * warps / MOST_WARPS:.0f} %" if blocks else "")
             low, high = bandwidth_share(shape, blocks) if blocks else (0, 0)
             row.append(f"{100 * low:.0f} to {100 * high:.0f} %" if blocks and architecture == "90" else "")
