@@ -23,7 +23,7 @@ if [ $# -eq 0 ]; then
     "$VENV_PYTHON" -m ruff check .
     "$VENV_PYTHON" -m ruff format --check .
     "$VENV_PYTHON" -m mypy
-    find csrc tests/emulation -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
+    find csrc tests -type f \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) \
         -exec "$VENV/bin/clang-format" --dry-run -Werror {} +
 fi
 

@@ -314,7 +314,7 @@ void add_copy(void* shared, const void* global, std::size_t bytes, const Site& s
     note_access(Access::kRead, global, bytes, {&site});
     note_access(Access::kCopyUnderWay, shared, bytes, {&site});
     Quad probe;
-    std::memcpy(&probe, global, bytes);          // out of bounds is found here, where the kernel asks for it
+    std::memcpy(&probe, global, bytes);           // out of bounds is found here, where the kernel asks for it
     std::memset(shared, kNotInitialized, bytes);  // until the wait it is neither the old nor the new
     current().copies.push_back({shared, global, bytes});
 }
