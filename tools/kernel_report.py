@@ -11,6 +11,7 @@ whose stages do not overlap at all and one whose stages overlap fully. Nothing i
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -163,8 +164,8 @@ def bandwidth_share(shape: Shape, blocks: int) -> tuple[float, float]:
     return memory / (memory_alone + products + shared), memory / max(memory_alone, products, shared)
 
 
-def compile_for(architecture: str, nvcc: str, jobs: int) -> list[Kernel]:
-    """Assemble every .cu file and read the report."""
+def compile_for(architecture: str, nvcc: str, jobs: int, sources: Sequence[Path]) -> list[Kernel]:
+    """Assemble the .cu files and read the report."""
     with TemporaryDirectory() as folder:
 
         def report(source: Path) -> str:
@@ -178,7 +179,7 @@ def compile_for(architecture: str, nvcc: str, jobs: int) -> list[Kernel]:
             return result.stderr
 
         with ThreadPoolExecutor(jobs) as pool:
-            return parse("".join(pool.map(report, sorted((ROOT / "csrc" / "cuda").glob("*.cu")))))
+            return parse("".join(pool.map(report, sources)))
 
 
 def table(kernels: Iterable[Kernel], architecture: str) -> list[str]:
@@ -223,15 +224,21 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--architectures", nargs="+", default=["90"], choices=tuple(SHARED_KB))
     parser.add_argument("--nvcc", default="nvcc")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--usual", action="store_true", help="only the kernels that almost every step runs")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     options = parser.parse_args(words)
+    if shutil.which(options.nvcc) is None:
+        parser.error(f"--nvcc {options.nvcc}: no such command; install the CUDA toolkit, or give the path of its nvcc")
+    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    if options.usual:
+        sources = [path for path in sources if re.match(r"update_(usual|streamed)", path.name)]
     release = subprocess.run([options.nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    shown = ", ".join(options.architectures)
+    command = f"python tools/kernel_report.py --architectures {' '.join(options.architectures)}"
+    command += f"{' --usual' if options.usual else ''} --markdown FILE"
     lines = [
         "# What the assembler says of the CUDA kernels",
         "",
-        f"Made by `python tools/kernel_report.py --architectures {' '.join(options.architectures)} --markdown FILE` "
-        f"with nvcc {release.partition('release ')[2].partition(',')[0]}, for sm_{shown.replace(', ', ', sm_')}. "
+        f"Made by `{command}` with nvcc {release.partition('release ')[2].partition(',')[0]}. "
         "No GPU was involved: the last column is an estimate for an H200, from a kernel whose stages do not overlap "
         "to one whose stages overlap fully.",
         "",
@@ -241,7 +248,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "",
     ]
     for architecture in options.architectures:
-        lines += table(compile_for(architecture, options.nvcc, options.jobs), architecture)
+        lines += table(compile_for(architecture, options.nvcc, options.jobs, sources), architecture)
     text = "\n".join(lines)
     if options.markdown:
         options.markdown.write_text(text)
