@@ -32,7 +32,7 @@ def start_table(optimizer: DobbDistributedOptimizer, plans: Sequence[ChunkPlan])
     lines = [f"dobb: {len(managed)} {kind} ({elements:,} elements on this rank) are on Dobb"]
     lines += _shape_lines(managed.values())
     reasons: dict[str, list[int]] = {}
-    for plan in plans:
+    for plan in plans if not optimizer.is_expert else ():  # the optimizer of the other weights says it for all
         for (reason, what), number in plan.adamw.items():
             reasons.setdefault(reason, [0, 0])[what == "elements"] += number
     for reason, (parameters, numel) in reasons.items():

@@ -72,7 +72,7 @@ def call_layer(kind, tensor, sequence_parallel, *, explicit_expert_comm=False, b
     seen = []
 
     def activation(module, args, kwargs):
-        seen.append(adapter.activation(module, args, kwargs))
+        seen.append(adapter.activation(module, args, kwargs, "weight"))
         return seen[-1]
 
     capture = Capture(layer, [Source("w", layer, WIDTH, activation, SEQUENCE_DIM)], None)

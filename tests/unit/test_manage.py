@@ -97,7 +97,8 @@ def test_matrices_go_to_dobb_and_everything_else_to_adamw_with_a_reason():
         "odd layers": 1,
         "no adapter for Linear": 1,
         "no adapter for Embedding": 1,
-        "not a matrix (norms, biases)": 5,
+        "not a matrix (norms, biases)": 4,
+        "more than two dimensions": 1,
         "2-D, but no layer's weight": 1,
     }
     assert plan.adamw["odd layers", "elements"] == 64 * 32
@@ -261,7 +262,7 @@ def test_a_user_can_put_plain_linear_layers_on_dobb():
         def geometry(self, module):
             return Geometry(module.out_features, module.in_features, 1, False)
 
-        def activation(self, module, args, kwargs):
+        def activation(self, module, args, kwargs, name):
             return args[0] if args else kwargs["input"]
 
     model = nn.ModuleDict({"fc": nn.Linear(64, 8)})
