@@ -68,8 +68,8 @@ class DobbDistributedOptimizer(DistributedOptimizer):
     def _moment_groups(self, chunk: Any, plans: Sequence[ChunkPlan]) -> MomentGroups:
         """The process groups of all moments of this rank; what is collective at the start happens here, once.
 
-        Every rank builds the optimizer of the dense weights, and builds it first. Only ranks that hold experts build
-        a second one for them, which must not wait for the others.
+        Every rank builds the optimizer of the dense weights, and builds it first; another one, for experts, finds the
+        groups there. So nothing depends on which ranks have experts.
         """
         if getattr(chunk, GROUPS_ATTRIBUTE, None) is None:
             self._check_whole_model(plans)

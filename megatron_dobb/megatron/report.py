@@ -19,7 +19,8 @@ def say(text: str) -> None:
 
 def log_start(optimizer: DobbDistributedOptimizer) -> None:
     """The start-up table: what is on Dobb and what is not, alignment, memory and traffic of this rank."""
-    if not optimizer.is_stub_optimizer:
+    # The second optimizer, for experts, is empty where a rank has none.
+    if not optimizer.is_stub_optimizer and (optimizer.refresh_groups or not optimizer.is_expert):
         say("\n".join(start_table(optimizer, [chunk.dobb_plan for chunk in optimizer.model_chunks])))
 
 

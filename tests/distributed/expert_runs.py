@@ -4,6 +4,7 @@
 `merge` can put together what the ranks hold.
 """
 
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from testbed import gpt  # noqa: E402
 EXPERTS, HIDDEN, EXPERT_HIDDEN, SEQUENCES = 4, 32, 48, 8
 NEVER, ONE_TOKEN = 3, 2  # experts to which the uneven routing sends nothing, and one token of each global batch
 OUT_OF_REACH = 1e4
-LEARNING_RATE, WEIGHT_DECAY = 2e-3, 0.1
+BLOCKS, LEARNING_RATE, WEIGHT_DECAY = 4, 2e-3, 0.1
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,11 @@ class ExpertRun:
     Args:
         layout: what `start` was called with.
         dobb: Dobb's settings; None trains with Megatron's AdamW.
-        uneven: whether one expert gets no token and another a single one; else the router decides.
+        routing: "router", as the model says; "uneven", with no token for one expert and a single one for another; or
+            "one", with all tokens for the first expert.
     """
 
-    def __init__(self, layout: ExpertLayout, dobb: DobbConfig | None, *, uneven: bool) -> None:
+    def __init__(self, layout: ExpertLayout, dobb: DobbConfig | None, routing: str) -> None:
         self.layout = layout
         seam.configure(dobb)
         self.model = gpt.build(
@@ -93,8 +95,8 @@ class ExpertRun:
             for (path, own), name in weight_names(self.model.module).items()
         }
         fill(self.parameters)
-        if uneven:
-            route_unevenly(self.model.module)
+        if routing != "router":
+            reroute(self.model.module, routing)
         config = OptimizerConfig(
             optimizer="adam",
             lr=LEARNING_RATE,
@@ -107,10 +109,13 @@ class ExpertRun:
         self.optimizer = get_megatron_optimizer(config, [self.model])
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.dobb = self.optimizer.chained_optimizers if dobb else []
+        self.names = sorted({w.name for w in self.model.dobb_plan.managed}) if dobb else []
 
     def step(self, number: int) -> float:
         """Train on global batch `number`; returns this rank's loss."""
         tokens = gpt.global_batch(number, SEQUENCES)
+        data = parallel_state.get_data_parallel_world_size()
+        self.model.module.microbatches = SEQUENCES // self.layout.micro_batch // data
         return gpt.train_step(self.model, self.optimizer, tokens, self.layout.micro_batch)
 
     def moments(self) -> dict[tuple[str, int], Tensor]:
@@ -144,7 +149,7 @@ class ExpertRun:
     def whole(self) -> dict[str, Tensor]:
         """The managed weights that this rank holds, put together over tensor parallelism."""
         weights = {}
-        for name in sorted({w.name for w in self.model.dobb_plan.managed}):
+        for name in self.names:
             weight = self.parameters[name]
             group = tensor_group(weight)
             parts = [torch.empty_like(weight) for _ in range(group.size())]
@@ -191,29 +196,30 @@ def fill(parameters: dict[str, Any]) -> None:
             parameter.copy_(whole.chunk(group.size(), parameter.partition_dim)[group.rank()] if split else whole)
 
 
-def route_unevenly(model: torch.nn.Module) -> None:
-    """Send no token to one expert, and to another only the first token of each global batch."""
-    microbatches = []
+def reroute(model: torch.nn.Module, routing: str) -> None:
+    """Send no token to one expert, and to another only the first token of each global batch; or all to the first."""
+    away_from = [NEVER, ONE_TOKEN] if routing == "uneven" else list(range(1, EXPERTS))
+    holds_first_token = (
+        parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0
+    )
+    microbatch = -1
 
-    def count(_module: Any, _args: Any, _kwargs: Any) -> None:
-        microbatches.append(None)
+    def count(_module: Any, args: Any, kwargs: Any) -> None:
+        nonlocal microbatch
+        microbatch += 1
 
+    def gating(router: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        logits = type(router).gating(router, x, *args, **kwargs)
+        away = torch.zeros_like(logits)
+        away[..., away_from] = -OUT_OF_REACH
+        if routing == "uneven" and holds_first_token and microbatch % model.microbatches == 0:
+            away.view(-1, EXPERTS)[0, ONE_TOKEN] = OUT_OF_REACH
+        return logits + away
+
+    model.microbatches = 1
     model.register_forward_pre_hook(count, with_kwargs=True)
-    data = parallel_state.get_data_parallel_rank()
-    first_tokens = parallel_state.get_tensor_model_parallel_rank() == 0 and data == 0
-
     for router in [module for module in model.modules() if isinstance(module, TopKRouter)]:
-
-        def gating(x: Tensor, *args: Any, router: Any = router, **kwargs: Any) -> Tensor:
-            logits = type(router).gating(router, x, *args, **kwargs)
-            away = torch.zeros_like(logits)
-            away[..., [NEVER, ONE_TOKEN]] = -OUT_OF_REACH
-            if first_tokens and len(microbatches) == 1:
-                away.view(-1, EXPERTS)[0, ONE_TOKEN] = OUT_OF_REACH
-            return logits + away
-
-        router.gating = gating
-    model.dobb_test_microbatches = microbatches
+        router.gating = functools.partial(gating, router)
 
 
 def record_inputs(model: torch.nn.Module, names: Sequence[str]) -> list[dict[str, list[Tensor]]]:
@@ -229,12 +235,11 @@ def record_inputs(model: torch.nn.Module, names: Sequence[str]) -> list[dict[str
     return steps
 
 
-def train(layout: ExpertLayout, config: DobbConfig, steps: int, uneven: bool) -> dict[str, Any]:
+def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str) -> dict[str, Any]:
     """Train and return what this rank saw and holds."""
     start(layout)
-    run = ExpertRun(layout, config, uneven=uneven)
-    names = sorted({w.name for w in run.model.dobb_plan.managed})
-    inputs = record_inputs(run.model.module, names)
+    run = ExpertRun(layout, config, routing)
+    inputs = record_inputs(run.model.module, run.names)
     record: dict[str, Any] = {"weights": [run.whole()], "inputs": inputs, "gradients": [], "moments": [], "bases": []}
     first, *_ = run.dobb
     update = first.step_with_ready_grads
@@ -246,8 +251,6 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, uneven: bool) ->
     first.step_with_ready_grads = step_with_ready_grads
     for step in range(steps):
         inputs.append({})
-        if uneven:
-            run.model.module.dobb_test_microbatches.clear()
         run.step(step)
         record["weights"].append(run.whole())
         record["moments"].append(run.moments())
@@ -256,6 +259,25 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, uneven: bool) ->
     record["skipped"] = [optimizer.refresh_counts.skipped for optimizer in run.dobb]
     record["expert_ranks"] = dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())
     return record
+
+
+def float64_moments(routing: str, sequences: int) -> dict[str, tuple[Tensor, int]]:
+    """`sum x_j x_j^T` of every block and the number of tokens, from a float64 forward pass with hooks of its own."""
+    start(ExpertLayout())
+    run = ExpertRun(ExpertLayout(), DobbConfig(blocks=BLOCKS), routing)
+    model = run.model.module.double()
+    inputs = record_inputs(model, run.names)
+    inputs.append({})
+    tokens = gpt.global_batch(0, SEQUENCES)[:sequences, :-1]
+    mask = torch.ones(1, 1, gpt.SEQUENCE, gpt.SEQUENCE, dtype=torch.bool).triu(1)
+    model(input_ids=tokens, position_ids=torch.arange(gpt.SEQUENCE).expand(sequences, -1), attention_mask=mask)
+    moments = {}
+    for name, seen in inputs[0].items():
+        x = torch.cat([part.reshape(-1, part.shape[-1]) for part in seen])
+        assert x.dtype == torch.float64
+        blocks = x.view(len(x), BLOCKS, x.shape[1] // BLOCKS)
+        moments[name] = torch.einsum("tjc,tjd->jcd", blocks, blocks), len(x)
+    return moments
 
 
 def merge(parts: Sequence[dict[Any, Tensor]]) -> dict[Any, Tensor]:
