@@ -43,7 +43,9 @@ def true_moment():
     return torch.einsum("tjc,tjd->jcd", blocks, blocks)
 
 
-def call_layer(kind, tensor, sequence_parallel, *, explicit_expert_comm=False, by_keyword=False):
+def call_layer(
+    kind, tensor, sequence_parallel, *, explicit_expert_comm=False, by_keyword=False, input_is_parallel=True
+):
     """One forward of a layer on its rank; returns all that a test may want to see of it."""
     gpt.initialize(tensor_model_parallel_size=tensor)
     config = TransformerConfig(
@@ -60,13 +62,13 @@ def call_layer(kind, tensor, sequence_parallel, *, explicit_expert_comm=False, b
         layer = ColumnParallelLinear(INPUTS, OUTPUTS, gather_output=False, **common)
         layer.explicit_expert_comm = explicit_expert_comm
     else:
-        layer = RowParallelLinear(INPUTS, OUTPUTS, input_is_parallel=True, **common)
+        layer = RowParallelLinear(INPUTS, OUTPUTS, input_is_parallel=input_is_parallel, **common)
     nn.init.normal_(layer.bias)
     rank = parallel_state.get_tensor_model_parallel_rank()
     x = full_input()
-    if kind == "row":
+    if kind == "row" and input_is_parallel:
         x = x.chunk(tensor, dim=-1)[rank]
-    elif sequence_parallel and not explicit_expert_comm:
+    elif kind == "column" and sequence_parallel and not explicit_expert_comm:
         x = x.chunk(tensor, dim=0)[rank]
     adapter = find(layer)
     seen = []
@@ -131,29 +133,14 @@ def test_a_column_parallel_layer_whose_sequence_somebody_else_gathers_holds_all_
         close(rank["total"], true_moment())
 
 
-def test_row_parallel_layers_that_scatter_their_own_input_are_refused_by_name():
-    def refusal():
-        gpt.initialize(tensor_model_parallel_size=2)
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=INPUTS,
-            num_attention_heads=4,
-            tensor_model_parallel_size=2,
-            use_cpu_initialization=True,
-        )
-        layer = RowParallelLinear(
-            INPUTS,
-            OUTPUTS,
-            input_is_parallel=False,
-            config=config,
-            init_method=nn.init.normal_,
-            bias=False,
-            skip_bias_add=False,
-        )
-        plan = manage(nn.ModuleDict({"fc": layer}), DobbConfig(blocks=4))
-        return dict(plan.adamw)["row-parallel layers that scatter their own input", "parameters"]
-
-    assert processes.run(2, refusal) == [1, 1]
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_row_parallel_layers_that_scatter_their_own_input_are_captured_after_that(tensor):
+    ranks = processes.run(tensor, lambda: call_layer("row", tensor, False, input_is_parallel=False))
+    for rank, expected in zip(ranks, true_moment().chunk(tensor), strict=True):
+        product = sum(other["seen"].double() @ other["weight"].double().T for other in ranks)
+        close(rank["output"], product + rank["bias"].double())
+        close(rank["total"], expected)
+        assert rank["tokens"] == LENGTH * BATCH
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
