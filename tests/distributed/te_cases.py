@@ -7,8 +7,8 @@ case and rank, what was captured of every managed weight and what the layer says
 layers are those of an installed Transformer Engine, except for their forward functions.
 """
 
-import pickle
 import sys
+import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,14 @@ def main(results: str, real: bool) -> None:
     transformer_engine.install(real=real)
     testbed.enable()
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.moe import moe_utils
 
     from testbed import processes
 
+    moe_utils.te_general_gemm = None  # routers multiply with Transformer Engine's compiled part where it is there
     get_gpt_layer_with_transformer_engine_spec()
     found = [processes.run(case[1].world, run, *case) for case in CASES]
-    Path(results).write_bytes(pickle.dumps(found))
+    torch.save(found, results)  # plain pickle would need Megatron to read tensors
 
 
 def run(name: str, layout: Layout) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def run(name: str, layout: Layout) -> dict[str, Any]:
         entry = sums[weight.name]
         weights[weight.name] = {
             "kind": type(weight.module).__name__,
-            "geometry": weight.geometry,
+            "geometry": types.SimpleNamespace(**vars(weight.geometry)),  # to be read where Megatron is not imported
             "shape": tuple(weight.parameter.shape),
             "routed": weight.moe is not None,
             "expert_parallel": weight.is_expert_parallel,

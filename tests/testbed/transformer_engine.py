@@ -19,6 +19,7 @@ import sys
 import types
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ def install(*, real: bool = False) -> None:
 
         for kind in (Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm):
             getattr(pytorch, kind.__name__).forward = kind.forward
+        _construct_without_a_gpu()
         return
     for name, content in _package().items():
         module = types.ModuleType(name)
@@ -277,3 +279,16 @@ def _stub_extension() -> None:
     loaded: Sequence[str] = [name for name in sys.modules if name.startswith("transformer_engine.pytorch")]
     for name in loaded:
         del sys.modules[name]
+
+
+def _construct_without_a_gpu() -> None:
+    """Transformer Engine's layers ask for a GPU when they are made."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    original: Any = TransformerEngineBaseModule.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+            original(self, *args, **kwargs)
+
+    TransformerEngineBaseModule.__init__ = __init__

@@ -63,7 +63,7 @@ class LayerNormColumn(Column):
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
         """See `Adapter.activation`."""
         x = super().activation(module, args, kwargs, name)
-        return normalized(module, x.to(getattr(module, "activation_dtype", x.dtype)))
+        return normalized(module, x.to(getattr(module, "activation_dtype", None) or x.dtype))
 
 
 class Row(Adapter):
