@@ -70,9 +70,10 @@ class ExpertRun:
         dobb: Dobb's settings; None trains with Megatron's AdamW.
         routing: "router", as the model says; "uneven", with no token for one expert and a single one for another; or
             "one", with all tokens for the first expert.
+        transformer: more of the `TransformerConfig`.
     """
 
-    def __init__(self, layout: ExpertLayout, dobb: DobbConfig | None, routing: str) -> None:
+    def __init__(self, layout: ExpertLayout, dobb: DobbConfig | None, routing: str, **transformer: Any) -> None:
         self.layout = layout
         seam.configure(dobb)
         self.model = gpt.build(
@@ -89,6 +90,7 @@ class ExpertRun:
             moe_router_load_balancing_type="none",
             moe_token_dispatcher_type="alltoall",
             add_bias_linear=False,
+            **transformer,
         )
         self.parameters = {
             name: self.model.module.get_submodule(path)._parameters[own]
@@ -235,10 +237,10 @@ def record_inputs(model: torch.nn.Module, names: Sequence[str]) -> list[dict[str
     return steps
 
 
-def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str) -> dict[str, Any]:
+def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **transformer: Any) -> dict[str, Any]:
     """Train and return what this rank saw and holds."""
     start(layout)
-    run = ExpertRun(layout, config, routing)
+    run = ExpertRun(layout, config, routing, **transformer)
     inputs = record_inputs(run.model.module, run.names)
     record: dict[str, Any] = {"weights": [run.whole()], "inputs": inputs, "gradients": [], "moments": [], "bases": []}
     first, *_ = run.dobb

@@ -4,19 +4,24 @@ import pytest
 import torch
 from torch import nn
 
+import megatron_dobb
 import testbed
 
 testbed.enable()
+megatron_dobb.install()
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron is imported after the patches)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_dobb.capture import Capture, Source  # noqa: E402
 from megatron_dobb.config import DobbConfig  # noqa: E402
-from megatron_dobb.megatron.adapters import SEQUENCE_DIM, Geometry, find  # noqa: E402
+from megatron_dobb.megatron import seam  # noqa: E402
+from megatron_dobb.megatron.adapters import SEQUENCE_DIM, Adapter, Geometry, find, register  # noqa: E402
 from megatron_dobb.megatron.manage import manage  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
@@ -141,6 +146,62 @@ def test_row_parallel_layers_that_scatter_their_own_input_are_captured_after_tha
         close(rank["output"], product + rank["bias"].double())
         close(rank["total"], expected)
         assert rank["tokens"] == LENGTH * BATCH
+
+
+# Weights that tensor parallelism replicates.
+
+
+class Replicated(nn.Linear):
+    """The whole weight on every tensor-parallel rank, as in TELinear's mode "duplicated"."""
+
+
+class ReplicatedAdapter(Adapter):
+    layer = f"{__name__}:Replicated"
+
+    def geometry(self, module):
+        return Geometry(module.out_features, module.in_features, 1, False, replicated=True)
+
+    def activation(self, module, args, kwargs, name):
+        return args[0]
+
+
+def train_replicated():
+    """One step on tokens that differ a little between tensor-parallel ranks, as rounding would make them differ."""
+    gpt.initialize(tensor_model_parallel_size=2)
+    register(ReplicatedAdapter())
+    seam.configure(REPLICATED)
+    config = TransformerConfig(num_layers=1, hidden_size=INPUTS, num_attention_heads=4, tensor_model_parallel_size=2)
+    layer = nn.ModuleDict({"fc": Replicated(INPUTS, OUTPUTS, bias=False)})
+    layer.forward = lambda x: layer["fc"](x)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), layer)
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
+    settings.dobb = REPLICATED
+    optimizer = get_megatron_optimizer(settings, [model])
+    optimizer.zero_grad()
+    x = full_input() + 1e-3 * parallel_state.get_tensor_model_parallel_rank() * full_input().flip(0)
+    model(x).square().sum().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    (group,) = optimizer.chained_optimizers[0].refresh_groups
+    return {"x": x, "ranks": group.ranks, "moment": group.moment, "owned": group.owned, "basis": group.basis}
+
+
+REPLICATED = DobbConfig(block_width=WIDTH, basis_dtype="fp32", moment_beta=0.0)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_copies_of_a_replicated_weight_share_one_moment_of_all_their_tokens_and_one_basis(data):
+    ranks = processes.run(2 * data, train_replicated)
+    blocks = torch.cat([rank["x"] for rank in ranks]).double().view(-1, INPUTS // WIDTH, WIDTH)
+    exact = torch.einsum("tjc,tjd->jcd", blocks, blocks) / len(blocks)
+    owned = {block: rank["moment"][i] for rank in ranks for i, (_, block) in enumerate(rank["owned"])}
+    assert {rank["ranks"] for rank in ranks} == {2 * data}
+    assert sum(len(rank["owned"]) for rank in ranks) == len(owned) == len(exact)
+    for block, moment in owned.items():
+        close(moment, exact[block])
+    for rank, other in zip(ranks[::2], ranks[1::2], strict=True):  # tensor-parallel ranks; they hold the same shard
+        assert torch.equal(rank["basis"], other["basis"])
+        assert not torch.equal(rank["basis"], torch.eye(WIDTH).expand_as(rank["basis"]))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

@@ -118,6 +118,21 @@ def test_experts_are_captured_from_whole_micro_batches_and_other_layers_from_the
     assert_first_moments(ranks, {name: routed[name] if is_expert(name) else dense[name] for name in routed})
 
 
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
+    ],
+    ids=["full", "moe", "shared_experts"],
+)
+def test_recomputed_experts_are_captured_once(recompute):
+    layout = ExpertLayout(2, expert=2)
+    ranks = processes.run(2, functools.partial(train, layout, CONFIG, 1, "uneven", **recompute))
+    assert_first_moments(ranks, exact_moments(SEQUENCES))
+
+
 @every_layout
 def test_the_experts_of_a_rank_are_summed_over_the_ranks_that_hold_the_same_experts(layout):
     ranks = recorded(layout)
