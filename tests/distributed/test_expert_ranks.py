@@ -209,7 +209,7 @@ def expert_tokens(ranks, step, name):
 
 @pytest.mark.parametrize("layout", [ExpertLayout(2, expert=2), ExpertLayout(4, expert=4, micro_batch=1)], ids=str)
 def test_all_tokens_to_one_expert_leave_the_others_alone_and_every_rank_in_step(layout):
-    ranks = processes.run(layout.world, train, layout, CONFIG, 3, "one", timeout=60)
+    ranks = processes.run(layout.world, train, layout, CONFIG, 3, "one")
     idle = 2 * 2 * BLOCKS * (EXPERTS // layout.expert)  # two layers, two matrices, blocks, experts of a rank
     busy = 2 * 2 * BLOCKS
     assert [rank["skipped"][-1] for rank in ranks] == [2 * (idle - busy)] + [2 * idle] * (layout.world - 1)
@@ -248,4 +248,4 @@ def test_a_pipeline_stage_without_experts_builds_its_optimizers_with_the_others(
         built = get_megatron_optimizer(settings, [model]).chained_optimizers
         return sum(len(group.weights) for group in built[1].refresh_groups)
 
-    assert processes.run(4, expert_weights, timeout=60) == [0, 0, EXPERTS, EXPERTS]
+    assert processes.run(4, expert_weights) == [0, 0, EXPERTS, EXPERTS]
