@@ -251,6 +251,9 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
         return update()
 
     first.step_with_ready_grads = step_with_ready_grads
+    record["tokens"] = tokens = {}
+    for capture in [capture for optimizer in run.dobb for capture in optimizer.captures]:
+        capture.take = functools.partial(take_and_count, capture.take, tokens)
     for step in range(steps):
         inputs.append({})
         run.step(step)
@@ -261,6 +264,14 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
     record["skipped"] = [optimizer.refresh_counts.skipped for optimizer in run.dobb]
     record["expert_ranks"] = dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())
     return record
+
+
+def take_and_count(take: Any, tokens: dict[str, int]) -> Any:
+    """`Capture.take`, which also adds to the numbers of tokens that were captured of each weight."""
+    sums = take()
+    for name, entry in sums.items():
+        tokens[name] = tokens.get(name, 0) + entry.tokens
+    return sums
 
 
 def float64_moments(routing: str, sequences: int) -> dict[str, tuple[Tensor, int]]:
