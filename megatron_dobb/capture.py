@@ -1,12 +1,14 @@
 """Second-moment sums of a model's input activations, taken by forward hooks on refresh steps."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .errors import CaptureError
 from .ops import Backend, gram_
 
 ActivationOf = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Tensor]
@@ -21,7 +23,9 @@ class Source:
         module: the module whose forward call multiplies the weight.
         width: width of the weight's blocks.
         activation: returns the tensor that multiplies the weight, `[..., n]`, from a forward call's arguments.
-        sequence_dim: the dimension of that tensor that counts sequences.
+        sequence_dim: the dimension of that tensor that counts sequences; with `batch`, of that module's input.
+        batch: a module around this one that is given whole sequences, where this one sees only tokens in another
+            order (an expert). They cannot be told apart by sequence: whole micro-batches are taken.
     """
 
     key: str
@@ -29,6 +33,7 @@ class Source:
     width: int
     activation: ActivationOf
     sequence_dim: int
+    batch: nn.Module | None = None
 
 
 @dataclass
@@ -58,6 +63,7 @@ class Capture:
             every rank.
         backend: what computes the sums, see `ops.gram_`.
         counting: whether the root's current forward call is a micro-batch; None outside of such calls.
+        batches: how many sequences the `batch` modules of the sources were last given.
     """
 
     root: nn.Module
@@ -71,6 +77,7 @@ class Capture:
     microbatch: int = -1
     counting: bool | None = None
     sums: dict[str, MomentSum] = field(default_factory=dict)
+    batches: dict[nn.Module, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sources = list(self.sources)
@@ -78,8 +85,18 @@ class Capture:
             self.root.register_forward_pre_hook(_Hook(self, self._enter), with_kwargs=True),
             self.root.register_forward_hook(_Hook(self, self._leave), always_call=True),
         ]
+        # One hook for a module, however many weights it has: hooks cost time on every step.
+        of_module: dict[nn.Module, list[Source]] = {}
+        batches: dict[nn.Module, int] = {}
         for source in self.sources:
-            self.handles.append(source.module.register_forward_hook(_Hook(self, self._hook(source)), with_kwargs=True))
+            of_module.setdefault(source.module, []).append(source)
+            if source.batch is not None:
+                batches[source.batch] = source.sequence_dim
+        for module, sources in of_module.items():
+            self.handles.append(module.register_forward_hook(_Hook(self, self._hook(sources)), with_kwargs=True))
+        for module, dim in batches.items():
+            hook = _Hook(self, functools.partial(self._see_batch, dim))
+            self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         self.begin(armed=False)
 
     def begin(self, armed: bool) -> None:
@@ -87,6 +104,7 @@ class Capture:
         self.armed = armed
         self.microbatch = -1
         self.sums = {source.key: MomentSum() for source in self.sources}
+        self.batches = {}
 
     def take(self) -> dict[str, MomentSum]:
         """Hand over the sums of this step and disarm."""
@@ -102,14 +120,20 @@ class Capture:
 
     def taken(self, sequences: int) -> int:
         """How many of this rank's current micro-batch of `sequences` sequences to take."""
-        if sequences == 0:
-            return 0
-        if self.sequences is None:
-            if not self.default_to_first:
-                return sequences
-            self.sequences = sequences * self.ranks
+        wanted = self._wanted(sequences)
         first = (max(self.microbatch, 0) * self.ranks + self.rank) * sequences
-        return min(max(self.sequences - first, 0), sequences)
+        return sequences if wanted is None else min(max(wanted - first, 0), sequences)
+
+    def takes_any(self, sequences: int) -> bool:
+        """Whether any rank takes something of the current micro-batch, of `sequences` sequences on each of them."""
+        wanted = self._wanted(sequences)
+        return wanted is None or max(self.microbatch, 0) * self.ranks * sequences < wanted
+
+    def _wanted(self, sequences: int) -> int | None:
+        """How many sequences of a global batch to take, None for all, once micro-batches have `sequences`."""
+        if self.sequences is None and self.default_to_first and sequences:
+            self.sequences = sequences * self.ranks
+        return self.sequences
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Whether gradients are recorded is asked here and not at the layers: reentrant recompute switches them off
@@ -122,26 +146,48 @@ class Capture:
         if not _in_backward():
             self.counting = None
 
-    def _hook(self, source: Source) -> Callable[..., None]:
+    def _see_batch(self, dim: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _in_backward():
+            x = args[0] if args else next(iter(kwargs.values()))
+            self.batches[module] = x.shape[dim]
+
+    def _hook(self, sources: Sequence[Source]) -> Callable[..., None]:
         def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not module.training or _in_backward():
                 return
             if not (torch.is_grad_enabled() if self.counting is None else self.counting):
                 return
             with torch.no_grad():
-                x = source.activation(module, args, kwargs).detach()
-                count = self.taken(x.shape[source.sequence_dim])
-                if count == 0:
-                    return
-                x = x.narrow(source.sequence_dim, 0, count)
-                entry = self.sums[source.key]
-                if entry.total is None:
-                    width = source.width
-                    entry.total = x.new_zeros(x.shape[-1] // width, width, width, dtype=torch.float32)
-                gram_(entry.total, x, source.width, self.backend)
-                entry.tokens += x.numel() // x.shape[-1]
+                for source in sources:
+                    if source.batch is None or self._takes_tokens_of(source.batch, source.key):
+                        self._add(source, source.activation(module, args, kwargs).detach())
 
         return capture
+
+    def _takes_tokens_of(self, batch: nn.Module, key: str) -> bool:
+        if batch not in self.batches:
+            raise CaptureError(
+                f"{key}: its layer was called, but not the {type(batch).__name__} around it, which shows how many "
+                "sequences there are; exclude the weight with --dobb-exclude"
+            )
+        return self.takes_any(self.batches[batch])
+
+    def _add(self, source: Source, x: Tensor) -> None:
+        if source.batch is None:
+            if x.ndim < source.sequence_dim + 2:
+                raise CaptureError(
+                    f"{source.key}: its input has the shape {tuple(x.shape)}, of which dimension "
+                    f"{source.sequence_dim} cannot count sequences; exclude the weight with --dobb-exclude"
+                )
+            x = x.narrow(source.sequence_dim, 0, self.taken(x.shape[source.sequence_dim]))
+        if x.numel() == 0:  # no sequence is taken, or nothing was routed to this expert
+            return
+        entry = self.sums[source.key]
+        if entry.total is None:
+            width = source.width
+            entry.total = x.new_zeros(x.shape[-1] // width, width, width, dtype=torch.float32)
+        gram_(entry.total, x, source.width, self.backend)
+        entry.tokens += x.numel() // x.shape[-1]
 
 
 class _Hook:

@@ -1,10 +1,50 @@
 """Process groups of our own, so that moment traffic never queues behind Megatron's."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
+from .manage import ChunkPlan
+
 Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MomentGroups:
+    """Over which ranks the moment of each weight of this rank is summed.
+
+    Attributes:
+        ranks_of: the global ranks, for each weight's name.
+        groups: the process group of each such set of ranks.
+    """
+
+    ranks_of: dict[str, Ranks]
+    groups: dict[Ranks, dist.ProcessGroup | None]
+
+    @classmethod
+    def create(cls, chunk: Any, plans: Sequence[ChunkPlan]) -> "MomentGroups":
+        """The groups for all weights, experts and others, of a rank's model. Collective over all ranks of the job.
+
+        Args:
+            chunk: one of the rank's model chunks, for Megatron's groups.
+            plans: of all its model chunks.
+        """
+        same_tokens, over_tensor_parallel = token_ranks(chunk.dp_cp_group, chunk.tp_group)
+        # The dispatcher gives all tensor-parallel ranks of an expert the same tokens.
+        expert_ranks = tuple(sorted(dist.get_process_group_ranks(chunk.expt_dp_group)))
+        ranks_of: dict[str, Ranks] = {}
+        for weight in (weight for plan in plans for weight in plan.managed):
+            geometry = weight.geometry
+            if weight.is_expert_parallel:
+                ranks_of[weight.name] = expert_ranks
+            elif geometry.tokens_over_tp or geometry.replicated:
+                # Copies that all see the same tokens count them once each, which leaves the mean as it is.
+                ranks_of[weight.name] = over_tensor_parallel
+            else:
+                ranks_of[weight.name] = same_tokens
+        return cls(ranks_of, create_groups(list(ranks_of.values())))
 
 
 def token_ranks(tokens_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup) -> tuple[Ranks, Ranks]:

@@ -1,19 +1,24 @@
 """Choose the weights of a model chunk that Dobb manages, and tag them for the buffer layout."""
 
-import re
+import functools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..blocks import block_width
+from ..capture import Source
 from ..config import DobbConfig
-from .adapters import Adapter, Geometry, find, matrix_of
+from .adapters import SEQUENCE_DIM, Adapter, Geometry, find, imported_class, matrix_of
+from .names import global_names, weight_names
+
+__all__ = ["ChunkPlan", "ManagedWeight", "global_names", "manage"]
 
 WIDTH_ATTRIBUTE = "dobb_block_width"
 NAME_ATTRIBUTE = "dobb_name"
 COLUMN_SHARDS_ATTRIBUTE = "dobb_column_shards"
-_LAYER = re.compile(r"(.*\blayers)\.\d+$")
+_MOE_LAYER = "megatron.core.transformer.moe.moe_layer:BaseMoELayer"
 
 
 @dataclass(frozen=True)
@@ -21,25 +26,39 @@ class ManagedWeight:
     """A weight on Dobb.
 
     Attributes:
-        name: its name in the whole model, with global layer numbers.
+        name: its name in the whole model, with global numbers of layers and experts.
         parameter: this rank's part of it.
         module: the layer that owns it.
+        own_name: its name in that layer.
         adapter: what is known about such layers.
         geometry: its global shape.
         width: width of its blocks.
+        moe: the layer whose router deals an expert its tokens, of which there may be none; None for other weights.
     """
 
     name: str
     parameter: nn.Parameter
     module: nn.Module
+    own_name: str
     adapter: Adapter
     geometry: Geometry
     width: int
+    moe: nn.Module | None
 
     @property
     def local_columns(self) -> int:
         """Columns that this rank holds."""
         return self.parameter.shape[1]
+
+    @property
+    def is_expert_parallel(self) -> bool:
+        """Whether Megatron reduces its gradient over the experts' data-parallel group."""
+        return not getattr(self.parameter, "allreduce", True)
+
+    def source(self) -> Source:
+        """Where the weight's input activations can be seen."""
+        activation = functools.partial(self.adapter.activation, name=self.own_name)
+        return Source(self.name, self.module, self.width, activation, SEQUENCE_DIM, batch=self.moe)
 
 
 @dataclass
@@ -59,6 +78,18 @@ class ChunkPlan:
     patterns_used: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix that a module multiplies with, whoever updates it."""
+
+    name: str
+    own_name: str
+    parameter: nn.Parameter
+    module: nn.Module
+    moe: nn.Module | None
+    adapter: Adapter | None
+
+
 def manage(root: nn.Module, config: DobbConfig) -> ChunkPlan:
     """Choose and tag the managed weights of a model chunk.
 
@@ -66,36 +97,28 @@ def manage(root: nn.Module, config: DobbConfig) -> ChunkPlan:
         BlockError: if a managed weight cannot be cut into the blocks that the settings ask for.
     """
     plan = ChunkPlan(root)
-    names = global_names(root)
     managed: dict[int, ManagedWeight] = {}
     reasons: dict[int, str] = {}
-    owners = [
-        (names[path], module, weight)
-        for path, module in root.named_modules()
-        if (weight := matrix_of(module)) is not None
-    ]
-    for path, module, weight in owners:
+    matrices = list(_matrices(root))
+    for matrix in matrices:
         # A weight that several modules share is on Dobb only if all of them let Dobb see their inputs.
-        reason = _why_not(module, weight, _weight_name(path), config, plan)
+        reason = _why_not(matrix, config, plan)
         if reason is not None:
-            reasons.setdefault(id(weight), reason)
-    for path, module, weight in owners:
-        if id(weight) in reasons:
+            reasons.setdefault(id(matrix.parameter), reason)
+    for matrix in matrices:
+        key = id(matrix.parameter)
+        if key in reasons:
             continue
-        name = _weight_name(path)
-        known = managed.get(id(weight))
-        adapter = find(module)
-        assert adapter is not None
-        if known is not None:
-            plan.managed.append(ManagedWeight(known.name, weight, module, adapter, known.geometry, known.width))
-            continue
-        geometry = adapter.geometry(module)
-        width = block_width(name, geometry.columns, column_shards=geometry.column_shards, **config.blocks_of(name))
-        setattr(weight, WIDTH_ATTRIBUTE, width)
-        setattr(weight, NAME_ATTRIBUTE, name)
-        setattr(weight, COLUMN_SHARDS_ATTRIBUTE, geometry.column_shards)
-        managed[id(weight)] = ManagedWeight(name, weight, module, adapter, geometry, width)
-        plan.managed.append(managed[id(weight)])
+        assert matrix.adapter is not None
+        known = managed.get(key)
+        geometry = known.geometry if known else matrix.adapter.geometry(matrix.module)
+        name = known.name if known else matrix.name
+        width = known.width if known else _tag(matrix, geometry, config)
+        weight = ManagedWeight(
+            name, matrix.parameter, matrix.module, matrix.own_name, matrix.adapter, geometry, width, matrix.moe
+        )
+        managed.setdefault(key, weight)
+        plan.managed.append(weight)
     for parameter in root.parameters():
         if parameter.requires_grad and id(parameter) not in managed:
             for tag in (WIDTH_ATTRIBUTE, NAME_ATTRIBUTE):
@@ -107,43 +130,65 @@ def manage(root: nn.Module, config: DobbConfig) -> ChunkPlan:
     return plan
 
 
-def _weight_name(path: str) -> str:
-    return f"{path}.weight" if path else "weight"
+def _matrices(root: nn.Module) -> Iterator[_Matrix]:
+    names = weight_names(root)
+    moe_of = _moe_layers(root)
+    for path, module in root.named_modules():
+        adapter = find(module)
+        if adapter is not None:
+            weights = adapter.weights(module)
+        else:
+            weight = matrix_of(module)
+            weights = {"weight": weight} if weight is not None else {}
+        for own, parameter in weights.items():
+            yield _Matrix(names[path, own], own, parameter, module, moe_of.get(id(module)), adapter)
 
 
-def _why_not(module: nn.Module, weight: nn.Parameter, name: str, config: DobbConfig, plan: ChunkPlan) -> str | None:
+def _moe_layers(root: nn.Module) -> dict[int, nn.Module]:
+    """The layer whose router deals the tokens, for every module that belongs to an expert."""
+    kind = imported_class(_MOE_LAYER)
+    layers = [module for module in root.modules() if kind is not None and isinstance(module, kind)]
+    return {
+        id(inner): layer
+        for layer in layers
+        if isinstance(layer.experts, nn.Module)
+        for inner in layer.experts.modules()
+    }
+
+
+def _tag(matrix: _Matrix, geometry: Geometry, config: DobbConfig) -> int:
+    width = block_width(
+        matrix.name, geometry.columns, column_shards=geometry.column_shards, **config.blocks_of(matrix.name)
+    )
+    setattr(matrix.parameter, WIDTH_ATTRIBUTE, width)
+    setattr(matrix.parameter, NAME_ATTRIBUTE, matrix.name)
+    setattr(matrix.parameter, COLUMN_SHARDS_ATTRIBUTE, geometry.column_shards)
+    return width
+
+
+def _why_not(matrix: _Matrix, config: DobbConfig, plan: ChunkPlan) -> str | None:
     """Why a 2-D weight goes to AdamW; None if Dobb manages it."""
+    weight = matrix.parameter
     if getattr(weight, "is_embedding_or_output_parameter", False) or getattr(weight, "shared_embedding", False):
         return "embedding or output layer"
-    adapter = find(module)
-    if adapter is None:
-        return f"no adapter for {type(module).__name__}"
-    refusal = adapter.refusal(module)
+    if matrix.adapter is None:
+        return f"no adapter for {type(matrix.module).__name__}"
+    refusal = matrix.adapter.refusal(matrix.module)
     if refusal is not None:
         return refusal
-    plan.patterns_used |= config.patterns_matching(name)
-    return "excluded by --dobb-exclude" if config.excluded(name) else None
+    if getattr(matrix.module, "is_expert", False) and matrix.moe is None:
+        return "expert outside of a MoE layer"
+    plan.patterns_used |= config.patterns_matching(matrix.name)
+    if config.excluded(matrix.name):
+        return "excluded by --dobb-exclude"
+    columns, asked = matrix.adapter.geometry(matrix.module).columns, config.blocks_of(matrix.name)
+    if columns < (asked.get("blocks") or asked.get("width") or 0):
+        # Low-rank adapters (LoRA) are such. An error would stop a run for matrices that hardly matter.
+        return "fewer input features than blocks (--dobb-blocks-for can give them their own count)"
+    return None
 
 
 def _shape_reason(parameter: nn.Parameter) -> str:
-    return "not a matrix (norms, biases)" if parameter.ndim != 2 else "2-D, but no layer's weight"
-
-
-def global_names(root: nn.Module) -> dict[str, str]:
-    """Names of all modules with layer numbers counted over all pipeline stages, from 0.
-
-    Megatron numbers the layers of a stage from 0 in module names and from 1 over the whole model in
-    `layer_number`; wrappers such as Float16Module add a leading `module.`.
-    """
-    renamed: dict[str, str] = {"": ""}
-    for path, module in root.named_modules():
-        if not path:
-            continue
-        parent, _, last = path.rpartition(".")
-        name = f"{renamed[parent]}.{last}" if renamed[parent] else last
-        match = _LAYER.match(name)
-        number = getattr(module, "layer_number", None)
-        if match and isinstance(number, int):
-            name = f"{match[1]}.{number - 1}"
-        renamed[path] = "" if name == "module" else name
-    return renamed
+    if parameter.ndim < 2:
+        return "not a matrix (norms, biases)"
+    return "2-D, but no layer's weight" if parameter.ndim == 2 else "more than two dimensions"

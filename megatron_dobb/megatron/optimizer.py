@@ -12,16 +12,16 @@ from torch import Tensor
 
 from .. import ops, reference
 from ..blocks import Shard
-from ..capture import Capture, Source
+from ..capture import Capture
 from ..config import DTYPES, DobbConfig
 from ..errors import ConfigError
 from ..exchange import HeldWeight, RefreshCounts, RefreshGroup
-from .adapters import SEQUENCE_DIM
 from .arguments import OPTIMIZER
-from .groups import Ranks, create_groups, token_ranks
+from .groups import MomentGroups, Ranks
 from .manage import ChunkPlan, ManagedWeight
 from .messages import log_refresh
 
+GROUPS_ATTRIBUTE = "dobb_moment_groups"
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
 
 
@@ -57,15 +57,24 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         self.is_expert = any(group["is_expert_parallel"] for group in groups)
         mine = {id(p) for group in groups if _is_dobb(group) for p in group["params"]}
         plans_of_mine = [[w for w in plan.managed if id(w.parameter) in mine] for plan in plans]
-        self._check_whole_model(plans)
+        moment_groups = self._moment_groups(model_chunks[0], plans)
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, **kwargs)
-        ranks_of = self._token_ranks([w for weights in plans_of_mine for w in weights])
-        process_groups = create_groups(list(ranks_of.values()))
         if self.is_stub_optimizer:
             return
-        self._build(plans, plans_of_mine, ranks_of, process_groups)
+        self._build(plans, plans_of_mine, moment_groups)
 
     # Start.
+
+    def _moment_groups(self, chunk: Any, plans: Sequence[ChunkPlan]) -> MomentGroups:
+        """The process groups of all moments of this rank; what is collective at the start happens here, once.
+
+        Every rank builds the optimizer of the dense weights, and builds it first; another one, for experts, finds the
+        groups there. So nothing depends on which ranks have experts.
+        """
+        if getattr(chunk, GROUPS_ATTRIBUTE, None) is None:
+            self._check_whole_model(plans)
+            setattr(chunk, GROUPS_ATTRIBUTE, MomentGroups.create(chunk, plans))
+        return getattr(chunk, GROUPS_ATTRIBUTE)
 
     def _check_whole_model(self, plans: Sequence[ChunkPlan]) -> None:
         """Check, over all ranks, that Dobb has something to do and that every name pattern names something."""
@@ -86,19 +95,11 @@ class DobbDistributedOptimizer(DistributedOptimizer):
                 + ". Use --optimizer adam, or fewer --dobb-exclude patterns"
             )
 
-    def _token_ranks(self, mine: Sequence[ManagedWeight]) -> dict[str, Ranks]:
-        """For each weight, the global ranks over which its tokens differ. Collective over all ranks of the job."""
-        chunk = self.model_chunks[0]
-        tokens_group = chunk.expt_dp_group if self.is_expert else chunk.dp_cp_group
-        same_tokens, sharded_tokens = token_ranks(tokens_group, chunk.tp_group)
-        return {w.name: sharded_tokens if w.geometry.tokens_over_tp else same_tokens for w in mine}
-
     def _build(
         self,
         plans: Sequence[ChunkPlan],
         mine: Sequence[Sequence[ManagedWeight]],
-        ranks_of: dict[str, Ranks],
-        process_groups: dict[Ranks, dist.ProcessGroup | None],
+        moment_groups: MomentGroups,
     ) -> None:
         shard_of = self._shards_of_managed({id(w.parameter): w for weights in mine for w in weights})
         unique = {weight.name: weight for weights in mine for weight in weights}
@@ -106,8 +107,8 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         for name, weight in unique.items():
             shard = shard_of.get(name)
             held = shard.held_blocks() if shard is not None else ()
-            members.setdefault((ranks_of[name], weight.width), []).append(
-                HeldWeight(name, weight.local_columns // weight.width, held, may_be_idle=self.is_expert)
+            members.setdefault((moment_groups.ranks_of[name], weight.width), []).append(
+                HeldWeight(name, weight.local_columns // weight.width, held, may_be_idle=weight.moe is not None)
             )
         basis_of: dict[str, Tensor] = {}
         loads: dict[Ranks, Sequence[int]] = {}
@@ -115,7 +116,7 @@ class DobbDistributedOptimizer(DistributedOptimizer):
             group = RefreshGroup(
                 width,
                 held_weights,
-                process_groups[ranks],
+                moment_groups.groups[ranks],
                 moment_dtype=DTYPES[self.dobb.moment_dtype],
                 basis_dtype=DTYPES[self.dobb.basis_dtype],
                 device=torch.device("cuda", torch.cuda.current_device()),
@@ -127,11 +128,10 @@ class DobbDistributedOptimizer(DistributedOptimizer):
             basis_of.update({w.key: group.basis_of(w.key) for w in held_weights if w.held})
         self._build_segments(unique, shard_of, basis_of)
         for plan, weights in zip(plans, mine, strict=True):
-            sources = [Source(w.name, w.module, w.width, w.adapter.activation, SEQUENCE_DIM) for w in weights]
             self.captures.append(
                 Capture(
                     plan.root,
-                    sources,
+                    [weight.source() for weight in weights],
                     self.dobb.capture_sequences,
                     rank=self.model_chunks[0].dp_group.rank(),
                     ranks=self.model_chunks[0].dp_group.size(),

@@ -19,7 +19,8 @@ def say(text: str) -> None:
 
 def log_start(optimizer: DobbDistributedOptimizer) -> None:
     """The start-up table: what is on Dobb and what is not, alignment, memory and traffic of this rank."""
-    if not optimizer.is_stub_optimizer:
+    # The second optimizer, for experts, is empty where a rank has none.
+    if not optimizer.is_stub_optimizer and (optimizer.refresh_groups or not optimizer.is_expert):
         say("\n".join(start_table(optimizer, [chunk.dobb_plan for chunk in optimizer.model_chunks])))
 
 
@@ -32,7 +33,7 @@ def start_table(optimizer: DobbDistributedOptimizer, plans: Sequence[ChunkPlan])
     lines = [f"dobb: {len(managed)} {kind} ({elements:,} elements on this rank) are on Dobb"]
     lines += _shape_lines(managed.values())
     reasons: dict[str, list[int]] = {}
-    for plan in plans:
+    for plan in plans if not optimizer.is_expert else ():  # the optimizer of the other weights says it for all
         for (reason, what), number in plan.adamw.items():
             reasons.setdefault(reason, [0, 0])[what == "elements"] += number
     for reason, (parameters, numel) in reasons.items():

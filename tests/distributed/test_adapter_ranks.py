@@ -4,19 +4,24 @@ import pytest
 import torch
 from torch import nn
 
+import megatron_dobb
 import testbed
 
 testbed.enable()
+megatron_dobb.install()
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron is imported after the patches)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_dobb.capture import Capture, Source  # noqa: E402
 from megatron_dobb.config import DobbConfig  # noqa: E402
-from megatron_dobb.megatron.adapters import SEQUENCE_DIM, Geometry, find  # noqa: E402
+from megatron_dobb.megatron import seam  # noqa: E402
+from megatron_dobb.megatron.adapters import SEQUENCE_DIM, Adapter, Geometry, find, register  # noqa: E402
 from megatron_dobb.megatron.manage import manage  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
@@ -43,7 +48,9 @@ def true_moment():
     return torch.einsum("tjc,tjd->jcd", blocks, blocks)
 
 
-def call_layer(kind, tensor, sequence_parallel, *, explicit_expert_comm=False, by_keyword=False):
+def call_layer(
+    kind, tensor, sequence_parallel, *, explicit_expert_comm=False, by_keyword=False, input_is_parallel=True
+):
     """One forward of a layer on its rank; returns all that a test may want to see of it."""
     gpt.initialize(tensor_model_parallel_size=tensor)
     config = TransformerConfig(
@@ -60,19 +67,19 @@ def call_layer(kind, tensor, sequence_parallel, *, explicit_expert_comm=False, b
         layer = ColumnParallelLinear(INPUTS, OUTPUTS, gather_output=False, **common)
         layer.explicit_expert_comm = explicit_expert_comm
     else:
-        layer = RowParallelLinear(INPUTS, OUTPUTS, input_is_parallel=True, **common)
+        layer = RowParallelLinear(INPUTS, OUTPUTS, input_is_parallel=input_is_parallel, **common)
     nn.init.normal_(layer.bias)
     rank = parallel_state.get_tensor_model_parallel_rank()
     x = full_input()
-    if kind == "row":
+    if kind == "row" and input_is_parallel:
         x = x.chunk(tensor, dim=-1)[rank]
-    elif sequence_parallel and not explicit_expert_comm:
+    elif kind == "column" and sequence_parallel and not explicit_expert_comm:
         x = x.chunk(tensor, dim=0)[rank]
     adapter = find(layer)
     seen = []
 
     def activation(module, args, kwargs):
-        seen.append(adapter.activation(module, args, kwargs))
+        seen.append(adapter.activation(module, args, kwargs, "weight"))
         return seen[-1]
 
     capture = Capture(layer, [Source("w", layer, WIDTH, activation, SEQUENCE_DIM)], None)
@@ -131,29 +138,70 @@ def test_a_column_parallel_layer_whose_sequence_somebody_else_gathers_holds_all_
         close(rank["total"], true_moment())
 
 
-def test_row_parallel_layers_that_scatter_their_own_input_are_refused_by_name():
-    def refusal():
-        gpt.initialize(tensor_model_parallel_size=2)
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=INPUTS,
-            num_attention_heads=4,
-            tensor_model_parallel_size=2,
-            use_cpu_initialization=True,
-        )
-        layer = RowParallelLinear(
-            INPUTS,
-            OUTPUTS,
-            input_is_parallel=False,
-            config=config,
-            init_method=nn.init.normal_,
-            bias=False,
-            skip_bias_add=False,
-        )
-        plan = manage(nn.ModuleDict({"fc": layer}), DobbConfig(blocks=4))
-        return dict(plan.adamw)["row-parallel layers that scatter their own input", "parameters"]
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_row_parallel_layers_that_scatter_their_own_input_are_captured_after_that(tensor):
+    ranks = processes.run(tensor, lambda: call_layer("row", tensor, False, input_is_parallel=False))
+    for rank, expected in zip(ranks, true_moment().chunk(tensor), strict=True):
+        product = sum(other["seen"].double() @ other["weight"].double().T for other in ranks)
+        close(rank["output"], product + rank["bias"].double())
+        close(rank["total"], expected)
+        assert rank["tokens"] == LENGTH * BATCH
 
-    assert processes.run(2, refusal) == [1, 1]
+
+# Weights that tensor parallelism replicates.
+
+
+class Replicated(nn.Linear):
+    """The whole weight on every tensor-parallel rank, as in TELinear's mode "duplicated"."""
+
+
+class ReplicatedAdapter(Adapter):
+    layer = f"{__name__}:Replicated"
+
+    def geometry(self, module):
+        return Geometry(module.out_features, module.in_features, 1, False, replicated=True)
+
+    def activation(self, module, args, kwargs, name):
+        return args[0]
+
+
+def train_replicated():
+    """One step on tokens that differ a little between tensor-parallel ranks, as rounding would make them differ."""
+    gpt.initialize(tensor_model_parallel_size=2)
+    register(ReplicatedAdapter())
+    seam.configure(REPLICATED)
+    config = TransformerConfig(num_layers=1, hidden_size=INPUTS, num_attention_heads=4, tensor_model_parallel_size=2)
+    layer = nn.ModuleDict({"fc": Replicated(INPUTS, OUTPUTS, bias=False)})
+    layer.forward = lambda x: layer["fc"](x)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), layer)
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
+    settings.dobb = REPLICATED
+    optimizer = get_megatron_optimizer(settings, [model])
+    optimizer.zero_grad()
+    x = full_input() + 1e-3 * parallel_state.get_tensor_model_parallel_rank() * full_input().flip(0)
+    model(x).square().sum().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    (group,) = optimizer.chained_optimizers[0].refresh_groups
+    return {"x": x, "ranks": group.ranks, "moment": group.moment, "owned": group.owned, "basis": group.basis}
+
+
+REPLICATED = DobbConfig(block_width=WIDTH, basis_dtype="fp32", moment_beta=0.0)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_copies_of_a_replicated_weight_share_one_moment_of_all_their_tokens_and_one_basis(data):
+    ranks = processes.run(2 * data, train_replicated)
+    blocks = torch.cat([rank["x"] for rank in ranks]).double().view(-1, INPUTS // WIDTH, WIDTH)
+    exact = torch.einsum("tjc,tjd->jcd", blocks, blocks) / len(blocks)
+    owned = {block: rank["moment"][i] for rank in ranks for i, (_, block) in enumerate(rank["owned"])}
+    assert {rank["ranks"] for rank in ranks} == {2 * data}
+    assert sum(len(rank["owned"]) for rank in ranks) == len(owned) == len(exact)
+    for block, moment in owned.items():
+        close(moment, exact[block])
+    for rank, other in zip(ranks[::2], ranks[1::2], strict=True):  # tensor-parallel ranks; they hold the same shard
+        assert torch.equal(rank["basis"], other["basis"])
+        assert not torch.equal(rank["basis"], torch.eye(WIDTH).expand_as(rank["basis"]))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

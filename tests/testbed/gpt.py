@@ -35,11 +35,18 @@ def initialize(seed: int = 1, **sizes: int) -> None:
     torch.manual_seed(seed)
 
 
-def build(ddp: dict[str, Any] | None = None, **transformer: Any) -> DistributedDataParallel:
+def build(
+    ddp: dict[str, Any] | None = None,
+    layers: Any = None,
+    config_class: type[TransformerConfig] = TransformerConfig,
+    **transformer: Any,
+) -> DistributedDataParallel:
     """A two-layer GPT in fp32 without dropout, wrapped in DDP for the distributed optimizer.
 
     Args:
         ddp: changes to the `DistributedDataParallelConfig`, such as `{"bucket_size": 5000}`.
+        layers: what a layer is made of; Megatron's own classes, without experts, unless given.
+        config_class: another `TransformerConfig`, such as MLA's.
         transformer: changes to the `TransformerConfig`, such as `hidden_size=64`.
     """
     settings: dict[str, Any] = {
@@ -52,11 +59,11 @@ def build(ddp: dict[str, Any] | None = None, **transformer: Any) -> DistributedD
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "gradient_accumulation_fusion": False,
     }
-    config = TransformerConfig(**(settings | transformer))
+    config = config_class(**(settings | transformer))
     config.finalize_model_grads_func = finalize_model_grads
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec() if layers is None else layers,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=False,

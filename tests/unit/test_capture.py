@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_dobb.capture import Capture, Source
+from megatron_dobb.errors import CaptureError
 
 FEATURES, WIDTH, TOKENS = 8, 4, 3
 
@@ -158,6 +159,94 @@ def test_a_weight_that_two_modules_share_adds_both_inputs():
     capture.begin(armed=True)
     model(x)
     assert_sum(capture.take()["shared"], torch.cat([x, model.first(input_=x)]))
+
+
+class Routed(nn.Module):
+    """Sends each token to one of two experts, by the sign of its first feature; experts see `[tokens, features]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        flat = x.reshape(-1, FEATURES)
+        chosen = (flat[:, 0] > 0).long()
+        output = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            output = output.index_put((torch.where(chosen == number)[0],), expert(input_=flat[chosen == number]))
+        return output.view_as(x)
+
+
+def routed_capture(model, sequences=None, **settings):
+    sources = [
+        Source(f"expert{i}", expert, WIDTH, lambda module, args, kwargs: kwargs["input_"], 1, batch=model)
+        for i, expert in enumerate(model.experts)
+    ]
+    return Capture(model, sources, sequences, **settings)
+
+
+def tokens_of(expert, x):
+    flat = x.reshape(-1, FEATURES)
+    return flat[(flat[:, 0] > 0) == bool(expert)][:, None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("wanted", "microbatches"),
+    [pytest.param(None, 3, id="all"), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)],
+)
+def test_experts_are_captured_from_all_micro_batches_of_which_any_rank_takes_something(rank, wanted, microbatches):
+    model = Routed()
+    capture = routed_capture(model, wanted, rank=rank, ranks=2)
+    runs = batch(6, seed=rank).split(2, dim=1)
+    capture.begin(armed=True)
+    for run in runs:
+        model(run)
+    sums = capture.take()
+    for expert in range(2):
+        assert_sum(sums[f"expert{expert}"], tokens_of(expert, torch.cat(runs[:microbatches], dim=1)))
+
+
+def test_the_default_for_experts_is_the_first_global_micro_batch_whatever_they_are_dealt():
+    model = Routed()
+    capture = routed_capture(model, rank=1, ranks=3, default_to_first=True)
+    capture.begin(armed=True)
+    x = batch(2)
+    x[..., 0] = -1
+    model(x)
+    model(batch(2, seed=1))
+    sums = capture.take()
+    assert capture.sequences == 6
+    assert_sum(sums["expert0"], tokens_of(0, x))
+    assert_sum(sums["expert1"], x[:, :0])
+
+
+def test_an_expert_that_is_called_outside_of_its_layer_is_an_error_that_names_it():
+    model = Routed()
+    capture = routed_capture(model)
+    capture.begin(armed=True)
+    with pytest.raises(CaptureError, match=r"expert1: .*but not the Routed around it"):
+        model.experts[1](input_=torch.ones(3, FEATURES))
+
+
+def test_an_input_without_sequences_is_an_error_that_names_the_weight_and_its_shape():
+    model = Model()
+    capture = capture_of(model)
+    capture.begin(armed=True)
+    with pytest.raises(CaptureError, match=r"first: its input has the shape \(3, 8\)"):
+        model.first(input_=torch.ones(3, FEATURES))
+
+
+def test_a_module_has_one_hook_however_many_weights_it_has():
+    layer = Layer()
+    many = [Source(f"w{i}", layer, WIDTH, lambda module, args, kwargs: kwargs["input_"], 1) for i in range(5)]
+    capture = Capture(layer, many, None)
+    assert len(layer._forward_hooks) == 2  # and the root's own
+    capture.begin(armed=True)
+    x = batch(2)
+    layer(input_=x)
+    for entry in capture.take().values():
+        assert_sum(entry, x)
 
 
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])

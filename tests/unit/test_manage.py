@@ -97,7 +97,8 @@ def test_matrices_go_to_dobb_and_everything_else_to_adamw_with_a_reason():
         "odd layers": 1,
         "no adapter for Linear": 1,
         "no adapter for Embedding": 1,
-        "not a matrix (norms, biases)": 5,
+        "not a matrix (norms, biases)": 4,
+        "more than two dimensions": 1,
         "2-D, but no layer's weight": 1,
     }
     assert plan.adamw["odd layers", "elements"] == 64 * 32
@@ -224,6 +225,78 @@ def test_experts_inside_a_layer_keep_their_own_numbers():
     assert global_names(stage)["decoder.layers.0.experts.1"] == "decoder.layers.6.experts.1"
 
 
+class Rank:
+    """A process group of which only the place in it is asked."""
+
+    def __init__(self, rank):
+        self.place = rank
+
+    def rank(self):
+        return self.place
+
+
+def experts_of(rank, local=2):
+    """Megatron's SequentialMLP and TEGroupedMLP both count this rank's experts, and know its place."""
+    module = nn.Module()
+    module.num_local_experts, module.ep_group = local, Rank(rank)
+    return module
+
+
+def test_experts_are_numbered_over_all_expert_parallel_ranks():
+    found = []
+    for rank in range(3):
+        stage = Stage(first_layer=7, layers=1)
+        stage.decoder.layers[0].experts = experts_of(rank)
+        stage.decoder.layers[0].experts.local_experts = nn.ModuleList([Matrix(), Matrix()])
+        found += [name for name in names(manage(stage, blocks())) if "experts" in name]
+    assert found == [f"decoder.layers.6.experts.local_experts.{expert}.weight" for expert in range(6)]
+
+
+class Grouped(nn.Module):
+    """A layer with a weight for each of its experts."""
+
+    def __init__(self):
+        super().__init__()
+        for expert in range(2):
+            self.register_parameter(f"weight{expert}", nn.Parameter(nn.Linear(64, 32).weight.detach().clone()))
+
+
+class GroupedAdapter(Adapter):
+    layer = f"{__name__}:Grouped"
+
+    def weights(self, module):
+        return dict(module.named_parameters())
+
+    def geometry(self, module):
+        return Geometry(32, 64, 1, False)
+
+
+def test_experts_that_share_a_layer_are_numbered_over_all_expert_parallel_ranks():
+    register(GroupedAdapter())
+    found = []
+    for rank in range(2):
+        experts = experts_of(rank)
+        experts.linear_fc1 = Grouped()
+        plan = manage(nn.ModuleDict({"experts": experts}), blocks(exclude=("*.weight3",)))
+        found += [(weight.name, weight.own_name) for weight in plan.managed]
+    assert found == [(f"experts.linear_fc1.weight{i}", f"weight{i % 2}") for i in range(3)]
+
+
+@pytest.mark.parametrize(("inputs", "settings"), [(3, {}), (8, {"blocks": None, "block_width": 16})])
+def test_matrices_narrower_than_their_blocks_go_to_adamw_unless_they_get_a_count_of_their_own(inputs, settings):
+    """Such as low-rank adapters beside a frozen weight."""
+    model = nn.ModuleDict({"frozen": Matrix(), "lora_in": Matrix(64, inputs), "lora_out": Matrix(inputs, 64)})
+    model["frozen"].weight.requires_grad_(False)
+    plan = manage(model, blocks(**settings))
+    assert names(plan) == ["lora_in.weight"]
+    assert [n for reason, n in parameters_on_adamw(plan).items() if "fewer input features" in reason] == [1]
+    own = manage(model, blocks(**settings, blocks_for={"lora_out": 1}))
+    assert [(weight.name, weight.width) for weight in own.managed] == [
+        ("lora_in.weight", 16),
+        ("lora_out.weight", inputs),
+    ]
+
+
 def test_a_model_that_is_one_layer_has_a_name():
     assert names(manage(Matrix(), blocks())) == ["weight"]
 
@@ -261,7 +334,7 @@ def test_a_user_can_put_plain_linear_layers_on_dobb():
         def geometry(self, module):
             return Geometry(module.out_features, module.in_features, 1, False)
 
-        def activation(self, module, args, kwargs):
+        def activation(self, module, args, kwargs, name):
             return args[0] if args else kwargs["input"]
 
     model = nn.ModuleDict({"fc": nn.Linear(64, 8)})
