@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from build_support import extension
 
 AUTOLOAD = Path(__file__).parent / "megatron_dobb_autoload.pth"
-NOTE = "_not_built.txt"
 PLAN = extension.plan() if {"bdist_wheel", "editable_wheel", "build_ext"} & {*sys.argv} else extension.Plan()
 
 
@@ -29,10 +28,10 @@ class BuildWithAutoload(build_py):
         super().run()
         extension.say(PLAN.notes)
         root = Path(__file__).parent if self.editable_mode else Path(self.build_lib)
-        note = root / "megatron_dobb" / NOTE
-        note.unlink(missing_ok=True)
-        if PLAN.notes:
-            note.write_text("\n".join(PLAN.notes) + "\n")
+        extension.write_note(root, PLAN.notes)
+        if self.editable_mode and not PLAN.extensions:
+            for earlier in (root / "megatron_dobb").glob("_C*.so"):
+                earlier.unlink()
         if not self.editable_mode:
             self.copy_file(str(AUTOLOAD), str(Path(self.build_lib) / AUTOLOAD.name))
 

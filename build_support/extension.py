@@ -9,6 +9,7 @@ Environment variables, all optional:
 """
 
 import os
+import runpy
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "megatron_dobb._C"
+NOTE = "_not_built.txt"
 CUDA_ARCHITECTURES = "8.0;9.0;10.0"  # where TORCH_CUDA_ARCH_LIST is not set and no GPU is seen
 GIB_FOR_A_JOB = 2.5  # a file with PyTorch's headers
 
@@ -54,7 +56,11 @@ def plan() -> Plan:
     notes: list[str] = []
     architectures = _cuda_architectures(torch, cpp_extension, notes)
     version = _first_line([*compiler.split(), "--version"])
-    macros = [("DOBB_TORCH_VERSION", f'"{torch.__version__}"'), ("DOBB_COMPILER", f'"{version}"')]
+    macros = [
+        ("DOBB_TORCH_VERSION", f'"{torch.__version__}"'),
+        ("DOBB_COMPILER", f'"{version}"'),
+        ("DOBB_SOURCES", f'"{_stamp()}"'),
+    ]
     threads = _threads(torch, version)
     for_cpu = _extension(cpp_extension, macros, threads, "")
     return Plan(
@@ -81,6 +87,11 @@ def _extension(cpp_extension: Any, macros: list[tuple[str, str | None]], threads
     relative = [str(source.relative_to(ROOT)) for source in sources]
     headers = [str(header.relative_to(ROOT)) for end in ("h", "cuh") for header in ROOT.glob(f"csrc/**/*.{end}")]
     return kind(NAME, relative, include_dirs=include, define_macros=macros, extra_compile_args=flags, depends=headers)
+
+
+def _stamp() -> str:
+    """Tells the sources of this build; from a file of the package, which cannot be imported without PyTorch."""
+    return str(runpy.run_path(str(ROOT / "megatron_dobb" / "stamp.py"))["stamp"](ROOT / "csrc"))
 
 
 def parallel_jobs() -> int:
@@ -173,12 +184,17 @@ def _or_with_less(command: Any, notes: list[str], instead: list[Any]) -> Any:
                 reason = str(error).splitlines()[0]
                 if instead:
                     notes.insert(0, f"no CUDA kernels: csrc/cuda did not compile: {reason}")
-                    self.extensions[:], instead = instead, []
-                    self.build_extensions()
-                else:
-                    notes.insert(0, f"csrc did not compile: {reason}")
-                    say(notes)
-                    self.extensions.clear()
+                    for extension, smaller in zip(self.extensions, instead, strict=True):
+                        vars(extension).update(vars(smaller))  # what setuptools has added to it stays
+                    instead = []
+                    return self.build_extensions()
+                notes.insert(0, f"csrc did not compile: {reason}")
+                for extension in self.extensions:  # what an earlier build left there is not of these sources
+                    Path(self.get_ext_fullpath(extension.name)).unlink(missing_ok=True)
+                self.extensions.clear()
+            say(notes)
+            in_place = self.inplace or getattr(self, "editable_mode", False)
+            write_note(ROOT if in_place else Path(self.build_lib), notes)
 
         def get_outputs(self) -> list[str]:
             return super().get_outputs() if self.extensions else []
@@ -188,6 +204,14 @@ def _or_with_less(command: Any, notes: list[str], instead: list[Any]) -> Any:
                 super().copy_extensions_to_source()
 
     return BuildOrWithLess
+
+
+def write_note(root: Path, notes: list[str]) -> None:
+    """Leave the notes beside the package below a folder, for `megatron_dobb.build_info()`; or none."""
+    note = root / "megatron_dobb" / NOTE
+    note.unlink(missing_ok=True)
+    if notes and note.parent.is_dir():
+        note.write_text("\n".join(notes) + "\n")
 
 
 def say(notes: list[str]) -> None:

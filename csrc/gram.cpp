@@ -66,14 +66,18 @@ void gram_cpu(const at::Tensor& total, const at::Tensor& activations, std::int64
     });
 }
 
-void gram_meta(const at::Tensor&, const at::Tensor&, std::int64_t) {}
+void gram_meta(const at::Tensor& total, const at::Tensor& activations, std::int64_t width) {
+    const auto symbolic = [](const at::Tensor& x) { return x.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); };
+    if (!symbolic(total) && !symbolic(activations)) check_gram(total, activations, width);
+}
 
 }  // namespace
 
 void check_gram(const at::Tensor& total, const at::Tensor& activations, std::int64_t width) {
-    TORCH_CHECK_VALUE(activations.dim() == 2 && (activations.numel() == 0 || activations.stride(1) == 1),
-                      "dobb::gram_: activations has shape ", activations.sizes(), " and strides ",
-                      activations.strides(), ", expected [tokens, features] with neighbouring features");
+    TORCH_CHECK_VALUE(
+        activations.dim() == 2 && (activations.numel() == 0 || activations.size(1) == 1 || activations.stride(1) == 1),
+        "dobb::gram_: activations has shape ", activations.sizes(), " and strides ", activations.strides(),
+        ", expected [tokens, features] with neighbouring features");
     const auto type = activations.scalar_type();
     TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "dobb::gram_: activations is ",
                       type, ", expected fp32, bf16 or fp16");

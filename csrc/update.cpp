@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace dobb {
 namespace {
@@ -78,6 +79,41 @@ void check_segment(const UpdateArguments& a, std::size_t i) {
                       a.copies[i].scalar_type(), ", expected bf16");
 }
 
+// What is written must share no memory with anything else: threads and multiprocessors work on all of it at once.
+void check_memory(const UpdateArguments& a) {
+    struct Range {
+        const char *begin, *end;
+        const char* name;
+        std::size_t index;
+        bool written;
+    };
+    std::vector<Range> ranges;
+    const auto add = [&](const char* name, at::TensorList list, bool written) {
+        for (std::size_t i = 0; i < list.size(); ++i)
+            if (list[i].numel() > 0) {
+                const auto* begin = static_cast<const char*>(list[i].const_data_ptr());
+                ranges.push_back({begin, begin + list[i].nbytes(), name, i, written});
+            }
+    };
+    add("weights", a.weights, true);
+    add("momenta", a.momenta, true);
+    add("copies", a.copies, true);
+    add("gradients", a.gradients, false);
+    add("bases", a.bases, false);
+    add("column_scales", a.column_scales, false);
+    std::sort(ranges.begin(), ranges.end(), [](const Range& x, const Range& y) { return x.begin < y.begin; });
+    const Range *furthest = nullptr, *furthest_written = nullptr;
+    for (const Range& range : ranges) {
+        const Range* other = range.written ? furthest : furthest_written;
+        TORCH_CHECK_VALUE(!other || range.begin >= other->end, "dobb::update: ", range.name, "[", range.index, "] and ",
+                          other->name, "[", other->index,
+                          "] share memory, expected memory of its own for all that is "
+                          "written: weights, momenta and copies");
+        if (!furthest || range.end > furthest->end) furthest = &range;
+        if (range.written && (!furthest_written || range.end > furthest_written->end)) furthest_written = &range;
+    }
+}
+
 at::Tensor update_meta(at::TensorList weights, at::TensorList gradients, at::TensorList momenta, at::TensorList bases,
                        at::TensorList copies, at::TensorList column_scales, at::IntArrayRef starts,
                        at::IntArrayRef columns, std::int64_t width, at::ArrayRef<double> scales, double decay,
@@ -114,12 +150,19 @@ UpdateArguments check_update(UpdateArguments a, std::string_view precision, std:
     check_count("starts", a.starts.size());
     check_count("columns", a.columns.size());
     check_count("scales", a.scales.size());
-    for (std::size_t i = 0; i < count; ++i) check_segment(a, i);
+    TORCH_CHECK_VALUE(std::isfinite(a.decay), "dobb::update: decay is ", a.decay,
+                      ", expected a finite number; check the learning rate and the weight decay");
+    for (std::size_t i = 0; i < count; ++i) {
+        TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(a.scales[i])), "dobb::update: scales[", i, "] is ",
+                          a.scales[i], ", expected a finite fp32 number; check the learning rate");
+        check_segment(a, i);
+    }
     a.exact = precision == "exact";
     return a;
 }
 
 std::vector<Segment> describe(const UpdateArguments& a) {
+    check_memory(a);
     std::vector<Segment> segments;
     for (std::size_t i = 0; i < a.weights.size(); ++i) {
         if (a.weights[i].numel() == 0) continue;

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 
+from .stamp import stamp
 from .version import __version__
 
 _NOTE = Path(__file__).parent / "_not_built.txt"
@@ -37,6 +38,9 @@ def load() -> Loaded:
         return Loaded(None, f"it does not load with PyTorch {torch.__version__}: {error}")
     if module.torch_version != torch.__version__:
         return Loaded(None, f"it was built for PyTorch {module.torch_version}, and this is {torch.__version__}")
+    current = stamp(Path(__file__).resolve().parents[1] / "csrc")
+    if current and getattr(module, "sources", "") != current:
+        return Loaded(None, f"{module.__file__} was built from other sources than those of this checkout")
     return Loaded(module)
 
 

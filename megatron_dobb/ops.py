@@ -227,7 +227,7 @@ def _warn_once(message: str) -> None:
 
 
 def _supported_gradient(gradient: Tensor) -> Tensor:
-    return gradient if gradient.dtype in (torch.float32, torch.bfloat16) else gradient.float()
+    return (gradient if gradient.dtype in (torch.float32, torch.bfloat16) else gradient.float()).contiguous()
 
 
 def _copy_or_empty(copy: Tensor | None, device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_dobb import build_info, ops
 from megatron_dobb.blocks import Shard, block_width
+from megatron_dobb.errors import DobbError
 from megatron_dobb.moment import refresh_
 from megatron_dobb.reference import Segment
 
@@ -60,7 +61,19 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--without", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--dion", type=Path, help="a checkout of microsoft/dion")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    for name in ("blocks", "layers", "threads", "steps", "slow_steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: at least 1")
+    unknown = {*options.without} - {"dobb", "muon", "dion"}
+    if unknown:
+        parser.error(f"--without {' '.join(sorted(unknown))}: not a contender; dobb, muon or dion")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: PyTorch sees no GPU; use --device cpu")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: the folder does not exist")
+    return options
 
 
 class Contenders:
@@ -221,7 +234,10 @@ def main() -> None:
     contenders = Contenders(options)
     for name in ("adamw", "dobb", "muon", "dion"):
         if name not in options.without or name == "adamw":
-            getattr(contenders, f"add_{name}")()
+            try:
+                getattr(contenders, f"add_{name}")()
+            except DobbError as error:
+                raise SystemExit(f"error: {error}") from None
     ops.kernels_run.clear()
     times, bandwidth = measure(contenders)
     elements = sum(m * n for m, n in contenders.shapes)

@@ -9,7 +9,10 @@
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
-report=$(mkdir -p "${1:-gpu-report}" && cd "${1:-gpu-report}" && pwd)
+if ! report=$(mkdir -p "${1:-gpu-report}" && cd "${1:-gpu-report}" && pwd); then
+    echo "error: cannot write to the folder ${1:-gpu-report}; give another as the argument"
+    exit 1
+fi
 python=${PYTHON:-python3}
 failed=()
 
@@ -34,7 +37,14 @@ fi
 
 run build "$python" setup.py build_ext --inplace
 [ ${#failed[@]} -eq 0 ] || exit 1
-"$python" -c 'import megatron_dobb; print(megatron_dobb.build_info())'
+if ! "$python" -c '
+import megatron_dobb
+info = megatron_dobb.build_info()
+print(info)
+raise SystemExit(info.cuda != "cuda")'; then
+    echo "error: the build has no CUDA kernels; see $report/build.log"
+    exit 1
+fi
 
 run tests "$python" -m pytest -m gpu tests/gpu -q -p no:cacheprovider
 

@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from build_support import backend, extension
 
@@ -77,19 +78,42 @@ def test_a_build_without_torch_gets_no_extension_and_a_note(monkeypatch):
     assert plan.notes[0].startswith("PyTorch was not installed where the package was built")
 
 
-def test_a_failed_compilation_leaves_a_note_and_no_error(capsys):
-    class Broken:
-        extensions = [1]  # noqa: RUF012  (as in distutils)
+class Command:
+    """What `build_ext` offers, compiling nothing; an extension with a failing source does not compile."""
 
-        def build_extensions(self):
-            raise RuntimeError("Error compiling objects\nmore")
+    inplace = False
 
+    def __init__(self, folder, extensions):
+        self.build_lib, self.extensions = str(folder), extensions
+        for extension_ in extensions:
+            extension_._needs_stub = False  # as finalize_options does
+
+    def build_extensions(self):
+        for extension_ in self.extensions:
+            assert extension_._needs_stub is False
+            if any("broken" in source for source in extension_.sources):
+                raise RuntimeError("Error compiling objects\nmore")
+
+    def get_ext_fullpath(self, name):
+        return str(Path(self.build_lib) / f"{name.replace('.', '/')}.so")
+
+
+def an_extension(*sources):
+    return setuptools.Extension("megatron_dobb._C", list(sources))
+
+
+def test_a_failed_compilation_leaves_a_note_no_earlier_library_and_no_error(tmp_path, capsys):
+    (tmp_path / "megatron_dobb").mkdir()
+    earlier = tmp_path / "megatron_dobb" / "_C.so"
+    earlier.touch()
     notes = []
-    command = extension._or_with_less(Broken, notes, [])()
+    command = extension._or_with_less(Command, notes, [])(tmp_path, [an_extension("broken.cpp")])
     command.build_extensions()
     assert command.extensions == []
+    assert not earlier.exists()
     assert notes == ["csrc did not compile: Error compiling objects"]
     assert "megatron_dobb: csrc did not compile" in capsys.readouterr().out
+    assert (tmp_path / "megatron_dobb" / "_not_built.txt").read_text() == notes[0] + "\n"
 
 
 def test_no_source_of_the_host_and_of_the_gpu_share_an_object_file():
@@ -98,23 +122,15 @@ def test_no_source_of_the_host_and_of_the_gpu_share_an_object_file():
         assert len(stems) == len(set(stems))
 
 
-def test_cuda_kernels_that_do_not_compile_leave_a_note_and_the_kernels_of_the_cpu():
-    class Broken:
-        def __init__(self):
-            self.extensions = ["with CUDA"]
-
-        def build_extensions(self):
-            if "with CUDA" in self.extensions:
-                raise RuntimeError("nvcc failed\nmore")
-
-        def get_outputs(self):
-            return list(self.extensions)
-
+def test_cuda_kernels_that_do_not_compile_leave_a_note_and_the_kernels_of_the_cpu(tmp_path):
+    (tmp_path / "megatron_dobb").mkdir()
     notes = []
-    command = extension._or_with_less(Broken, notes, ["for the CPU"])()
+    smaller = an_extension("update.cpp")
+    command = extension._or_with_less(Command, notes, [smaller])(tmp_path, [an_extension("update.cpp", "broken.cu")])
     command.build_extensions()
-    assert command.get_outputs() == ["for the CPU"]
-    assert notes == ["no CUDA kernels: csrc/cuda did not compile: nvcc failed"]
+    assert command.extensions[0].sources == ["update.cpp"]
+    assert notes == ["no CUDA kernels: csrc/cuda did not compile: Error compiling objects"]
+    assert (tmp_path / "megatron_dobb" / "_not_built.txt").read_text() == notes[0] + "\n"
 
 
 def test_an_nvcc_that_is_a_script_leads_to_the_toolkit_that_it_calls(tmp_path):

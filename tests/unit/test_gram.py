@@ -113,3 +113,20 @@ def test_gram_on_a_gpu_takes_the_kernel_where_tensor_cores_are_accurate(monkeypa
     took_kernel = built and dtype is not torch.float32
     assert ("dobb.gram_.default" in called.names) == took_kernel
     assert ("aten.bmm.default" in called.names) == (not took_kernel)
+
+
+@needs_extension
+def test_one_feature_may_have_any_stride():
+    x = torch.randn(1, 5).t()
+    assert x.shape == (5, 1)
+    total = torch.zeros(1, 1, 1)
+    ops.gram_(total, x, 1)
+    torch.testing.assert_close(total.flatten(), (x * x).sum().reshape(1))
+
+
+@needs_extension
+def test_shapes_that_do_not_fit_are_refused_without_data_too():
+    with pytest.raises(ValueError, match="total is Float"):
+        torch.ops.dobb.gram_(torch.zeros(3, 2, 2, device="meta"), torch.zeros(5, 4, device="meta"), 2)
+    with pytest.raises(ValueError, match="expected cpu, like activations"):
+        torch.ops.dobb.gram_(torch.zeros(2, 2, 2, device="meta"), torch.zeros(5, 4), 2)

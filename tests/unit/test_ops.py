@@ -316,3 +316,51 @@ def test_build_info_says_what_runs():
     assert info.extension == (_C is not None)
     assert info.cpu == (KERNELS[0] if KERNELS else "reference")
     assert bool(info.reason) != info.extension
+
+
+@needs_extension
+@pytest.mark.parametrize("shared", ["gradient", "momentum", "second segment", "copy"])
+def test_memory_that_is_written_and_used_twice_is_refused_by_name(shared):
+    made, gradient = segment(Shard(0, 64, 16, 8), seed=1)
+    segments, gradients, copies = [made], [gradient], None
+    if shared == "gradient":
+        gradients = [made.weight]
+    elif shared == "momentum":
+        segments = [dataclasses.replace(made, momentum=made.weight)]
+    elif shared == "copy":
+        copies = [made.weight.view(torch.bfloat16)[:64]]
+    else:
+        segments, gradients = [made, made], [gradient, gradient]
+    with pytest.raises(ValueError, match=r"dobb::update: \w+\[\d\] and \w+\[\d\] share memory"):
+        ops.update(segments, gradients, **SETTINGS, backend="extension", copies=copies)
+
+
+@needs_extension
+@pytest.mark.parametrize("rate", [math.nan, math.inf, 1e300])
+def test_a_learning_rate_that_is_not_finite_is_refused_before_anything_is_changed(rate):
+    made, gradient = segment(Shard(0, 64, 16, 8), seed=1)
+    before = made.weight.clone()
+    with pytest.raises(ValueError, match="check the learning rate"):
+        ops.update([made], [gradient], **SETTINGS | {"learning_rate": rate}, backend="extension")
+    assert torch.equal(made.weight, before)
+
+
+@needs_extension
+def test_an_expanded_gradient_is_as_good_as_another():
+    made, _ = segment(Shard(0, 64, 16, 8), seed=1)
+    case = Case([made], [torch.ones(1).expand(64)])
+    after = copied(case)
+    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+    check_against_float64(case, after, SETTINGS)
+
+
+@needs_extension
+def test_an_extension_of_other_sources_is_not_used(monkeypatch):
+    monkeypatch.setattr(_C, "sources", "0123456789abcdef")
+    extension.load.cache_clear()
+    try:
+        assert extension.load().module is None
+        assert "built from other sources" in extension.load().reason
+    finally:
+        monkeypatch.undo()
+        extension.load.cache_clear()
