@@ -24,11 +24,10 @@ needs_toolkit = pytest.mark.skipif(
 )  # fmt: skip
 
 ASK = """
-import json, sys
-import megatron_dobb._C as built
-import megatron_dobb
-from megatron_dobb import extension
+import json
 import torch
+import megatron_dobb
+import megatron_dobb._C as built
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(json.dumps({
     "file": built.__file__,

@@ -8,24 +8,18 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from torch import nn
 
-pytestmark = pytest.mark.gpu
+from megatron_dobb.capture import Capture, Source
+from megatron_dobb.megatron.adapters import SEQUENCE_DIM, find
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
-pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
-pytest.importorskip("megatron.core", reason="needs Megatron-Core")
-
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.extensions import transformer_engine as te  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-from torch import nn  # noqa: E402
-
-from megatron_dobb.capture import Capture, Source  # noqa: E402
-from megatron_dobb.megatron.adapters import SEQUENCE_DIM, find  # noqa: E402
+pytestmark = pytest.mark.gpu  # conftest.py leaves this file out where it cannot be imported
 
 LENGTH, BATCH, FEATURES, WIDTH = 32, 4, 64, 16
 NORMS = [("LayerNorm", False), ("LayerNorm", True), ("RMSNorm", False), ("RMSNorm", True)]

@@ -1,11 +1,12 @@
 """The sums of the second moments against float64, on every CPU kernel that this processor runs."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dobb import extension, moment, ops
 from megatron_dobb.errors import BlockError
@@ -92,27 +93,46 @@ def test_gram_takes_any_leading_shape_and_dtype(dtype):
         ops.gram_(total, x, 5)
 
 
-class OpsCalled(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
+# In a process of its own: the test bed, which other tests use, makes devices of type cuda stand for the CPU.
+ON_A_GPU = """
+import sys
 
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_dobb import extension, ops
+
+
+class Names(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names.add(str(op))
+        names.add(str(op))
         return op(*args, **(kwargs or {}))
 
 
+extension.load()
+for built in (False, True):
+    extension.runs_on = lambda device: built and device == "cuda"
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        names = set()
+        with FakeTensorMode(), Names():
+            x = torch.empty(5, 6, dtype=dtype, device="cuda")
+            ops.gram_(torch.empty(2, 3, 3, device="cuda"), x, 3)
+        print(built, dtype, "dobb.gram_.default" in names, "aten.bmm.default" in names)
+"""
+
+
 @needs_extension
-@pytest.mark.parametrize("built", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gram_on_a_gpu_takes_the_kernel_where_tensor_cores_are_accurate(monkeypatch, dtype, built):
-    monkeypatch.setattr(extension, "runs_on", lambda device: built and device == "cuda")
-    with FakeTensorMode(), OpsCalled() as called:
-        x = torch.empty(5, 6, dtype=dtype, device="cuda")
-        ops.gram_(torch.empty(2, 3, 3, device="cuda"), x, 3)
-    took_kernel = built and dtype is not torch.float32
-    assert ("dobb.gram_.default" in called.names) == took_kernel
-    assert ("aten.bmm.default" in called.names) == (not took_kernel)
+def test_gram_on_a_gpu_takes_the_kernel_where_tensor_cores_are_accurate():
+    result = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines() == [
+        "False torch.float32 False True",
+        "False torch.bfloat16 False True",
+        "False torch.float16 False True",
+        "True torch.float32 False True",
+        "True torch.bfloat16 True False",
+        "True torch.float16 True False",
+    ], result.stderr
 
 
 @needs_extension
