@@ -5,23 +5,13 @@ import sys
 
 import pytest
 import torch
+from compiled import KERNELS, C, needs_extension
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from update_cases import WIDTHS
 
-from megatron_dobb import extension, moment, ops
+from megatron_dobb import moment, ops
 from megatron_dobb.errors import BlockError
-
-_C = extension.load().module
-needs_extension = pytest.mark.skipif(_C is None, reason=f"no extension: {extension.load().reason}")
-KERNELS = _C.supported_cpu_kernels() if _C is not None else []
-WIDTHS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 40, 48, 64, 65, 100, 128, 176]
-
-
-@pytest.fixture(autouse=True)
-def _first_kernel_afterwards():
-    yield
-    if _C is not None:
-        _C.choose_cpu_kernel(KERNELS[0])
 
 
 @needs_extension
@@ -35,7 +25,7 @@ def _first_kernel_afterwards():
     skipped=st.integers(0, 3),
 )
 def test_gram_adds_the_sums_that_float64_gives(kernel, width, blocks, tokens, dtype, skipped):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     x = torch.randn(tokens, blocks * width + skipped)[:, skipped:].to(dtype)
     before = torch.randn(blocks, width, width)
     before = before + before.mT

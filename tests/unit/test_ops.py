@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from compiled import KERNELS, C, needs_extension
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_cases import SETTINGS, Case, cases, check_against_float64, copied, in_float64, segment, signs_of
@@ -15,24 +16,13 @@ from megatron_dobb import extension, ops, reference
 from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError, UnsupportedError
 
-_C = extension.load().module
-needs_extension = pytest.mark.skipif(_C is None, reason=f"no extension: {extension.load().reason}")
-KERNELS = _C.supported_cpu_kernels() if _C is not None else []
-
-
-@pytest.fixture(autouse=True)
-def _first_kernel_afterwards():
-    yield
-    if _C is not None:
-        _C.choose_cpu_kernel(KERNELS[0])
-
 
 @needs_extension
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=200, deadline=None)
 @given(case=cases(), nesterov=st.booleans(), learning_rate=st.sampled_from([0.5, 0.03]))
 def test_signs_momentum_and_update_agree_with_float64(kernel, case, nesterov, learning_rate):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     options = SETTINGS | {"nesterov": nesterov, "learning_rate": learning_rate}
     after = copied(case)
     ops.update(after.segments, after.gradients, **options, backend="extension")
@@ -44,7 +34,7 @@ def test_signs_momentum_and_update_agree_with_float64(kernel, case, nesterov, le
 @pytest.mark.parametrize("width", [48, 100, 192, 400, 512])
 @pytest.mark.parametrize("precision", ["exact", "bf16"])
 def test_ordinary_widths_with_many_rows_agree_with_float64(kernel, width, precision):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     made, gradient = segment(Shard(0, 300 * 2 * width, 2 * width, width), seed=width, by=1)
     case = Case([made], [gradient])
     after = copied(case)
@@ -67,7 +57,7 @@ def test_every_wrap_around_a_row_end_uses_the_right_basis(start, blocks):
 @needs_extension
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_ten_thousand_segments_of_several_widths_go_in_one_call(kernel):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     made = [segment(Shard(0, 4 * width, 2 * width, width), seed=i) for i in range(2500) for width in (1, 3, 8, 20)]
     case = Case([s for s, _ in made], [g for _, g in made])
     after, expected = copied(case), copied(case)
@@ -84,7 +74,7 @@ def test_ten_thousand_segments_of_several_widths_go_in_one_call(kernel):
 @needs_extension
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_fewer_than_one_sign_in_100_000_differs_from_float64_on_realistic_momenta(kernel):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     width, rows, blocks = 48, 1500, 8
     made, gradient = segment(Shard(0, rows * blocks * width, blocks * width, width), seed=1)
     scales = torch.logspace(0, -4, blocks * width)[torch.randperm(blocks * width)]
@@ -104,7 +94,7 @@ def test_fewer_than_one_sign_in_100_000_differs_from_float64_on_realistic_moment
 @pytest.mark.parametrize("width", [5, 16, 48])
 def test_a_zero_coefficient_moves_nothing(kernel, width):
     """A zero row stays, and so does a feature without activations, whose basis vector is its own."""
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     made, gradient = segment(Shard(0, 20 * 2 * width, 2 * width, width), seed=3)
     dead = 3
     made.basis[0, dead, :] = made.basis[0, :, dead] = 0
@@ -125,7 +115,7 @@ def test_a_zero_coefficient_moves_nothing(kernel, width):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_coefficient_that_is_not_finite_is_counted_raised_and_leaves_nan(kernel, value):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     width = 12
     made, gradient = segment(Shard(0, 30 * 3 * width, 3 * width, width), seed=4)
     gradient.view(30, 3, width)[11, 1, 5] = value
@@ -313,7 +303,7 @@ def test_build_info_says_what_runs():
     ).stdout
     info = extension.build_info()
     assert found.strip() == str(info)
-    assert info.extension == (_C is not None)
+    assert info.extension == (C is not None)
     assert info.cpu == (KERNELS[0] if KERNELS else "reference")
     assert bool(info.reason) != info.extension
 
@@ -356,7 +346,7 @@ def test_an_expanded_gradient_is_as_good_as_another():
 
 @needs_extension
 def test_an_extension_of_other_sources_is_not_used(monkeypatch):
-    monkeypatch.setattr(_C, "sources", "0123456789abcdef")
+    monkeypatch.setattr(C, "sources", "0123456789abcdef")
     extension.load.cache_clear()
     try:
         assert extension.load().module is None

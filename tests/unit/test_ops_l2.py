@@ -4,24 +4,14 @@ import math
 
 import pytest
 import torch
+from compiled import KERNELS, C, needs_extension
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_cases import SETTINGS, Case, cases, check_scaled_against_float64, copied, random_scales, segment
 
-from megatron_dobb import extension, ops, reference
+from megatron_dobb import ops, reference
 from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError
-
-_C = extension.load().module
-needs_extension = pytest.mark.skipif(_C is None, reason=f"no extension: {extension.load().reason}")
-KERNELS = _C.supported_cpu_kernels() if _C is not None else []
-
-
-@pytest.fixture(autouse=True)
-def _first_kernel_afterwards():
-    yield
-    if _C is not None:
-        _C.choose_cpu_kernel(KERNELS[0])
 
 
 @needs_extension
@@ -29,7 +19,7 @@ def _first_kernel_afterwards():
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), nesterov=st.booleans(), seed=st.integers(0, 99))
 def test_scaled_coefficients_agree_with_float64(kernel, case, nesterov, seed):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     options = SETTINGS | {"nesterov": nesterov}
     after, scales = copied(case), [random_scales(made, seed) for made in case.segments]
     ops.update(after.segments, after.gradients, **options, backend="extension", column_scales=scales)
@@ -40,7 +30,7 @@ def test_scaled_coefficients_agree_with_float64(kernel, case, nesterov, seed):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("width", [48, 100, 400, 512])
 def test_scaled_coefficients_of_ordinary_widths_with_many_rows_agree_with_float64(kernel, width):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     made, gradient = segment(Shard(0, 300 * 2 * width, 2 * width, width), seed=width, by=1)
     case = Case([made], [gradient])
     after, scales = copied(case), [random_scales(made)]
@@ -63,7 +53,7 @@ def test_the_reference_of_dobb_l2_agrees_with_float64(case, nesterov):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("backend", ["extension", "reference"])
 def test_a_zero_scale_moves_nothing_along_its_column_and_a_zero_row_stays(kernel, backend):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     width = 12
     made, gradient = segment(Shard(0, 20 * 2 * width, 2 * width, width), seed=3)
     made.momentum.view(20, -1)[7] = gradient.view(20, -1)[7] = 0
@@ -81,7 +71,7 @@ def test_a_zero_scale_moves_nothing_along_its_column_and_a_zero_row_stays(kernel
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_scaled_coefficient_that_is_not_finite_is_counted_raised_and_leaves_nan(kernel, value):
-    _C.choose_cpu_kernel(kernel)
+    C.choose_cpu_kernel(kernel)
     width = 12
     made, gradient = segment(Shard(0, 30 * 3 * width, 3 * width, width), seed=4)
     gradient.view(30, 3, width)[11, 1, 5] = value
