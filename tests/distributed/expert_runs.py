@@ -5,7 +5,6 @@
 """
 
 import functools
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from megatron.core import parallel_state  # noqa: E402  (Megatron is imported af
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from whole_model import fill, first_block, parameters_by_name, part_of, whole_parameters  # noqa: E402
 
 from megatron_dobb.config import DobbConfig  # noqa: E402
 from megatron_dobb.megatron import seam  # noqa: E402
@@ -92,10 +92,7 @@ class ExpertRun:
             add_bias_linear=False,
             **transformer,
         )
-        self.parameters = {
-            name: self.model.module.get_submodule(path)._parameters[own]
-            for (path, own), name in weight_names(self.model.module).items()
-        }
+        self.parameters = parameters_by_name([self.model])
         fill(self.parameters)
         if routing != "router":
             reroute(self.model.module, routing)
@@ -123,7 +120,7 @@ class ExpertRun:
     def moments(self) -> dict[tuple[str, int], Tensor]:
         """The blocks that this rank owns, by name and by number in the whole weight."""
         return {
-            (name, first_block(self.parameters[name], group, name) + block): group.moment[place].clone()
+            (name, self.first_block(name, group) + block): group.moment[place].clone()
             for optimizer in self.dobb
             for group in optimizer.refresh_groups
             for place, (name, block) in enumerate(group.owned)
@@ -132,7 +129,7 @@ class ExpertRun:
     def bases(self) -> dict[tuple[str, int], Tensor]:
         """The blocks that this rank holds, likewise."""
         return {
-            (name, first_block(self.parameters[name], group, name) + block): group.basis[place].clone()
+            (name, self.first_block(name, group) + block): group.basis[place].clone()
             for optimizer in self.dobb
             for group in optimizer.refresh_groups
             for place, (name, block) in enumerate(group.held)
@@ -144,58 +141,18 @@ class ExpertRun:
         for optimizer in self.dobb:
             for segments, shards in zip(optimizer.segments, optimizer.shards, strict=True):
                 for segment, shard in zip(segments, shards, strict=True):
-                    dim, rank = part_of(self.parameters[segment.name])
+                    dim, rank = part_of(segment.name, self.parameters[segment.name])
                     found.setdefault(segment.name, []).append((dim, rank, segment.shard.start, shard.grad.clone()))
         return found
 
     def whole(self) -> dict[str, Tensor]:
         """The managed weights that this rank holds, put together over tensor parallelism."""
-        weights = {}
-        for name in self.names:
-            weight = self.parameters[name]
-            group = tensor_group(weight)
-            parts = [torch.empty_like(weight) for _ in range(group.size())]
-            dist.all_gather(parts, weight.detach(), group=group)
-            weights[name] = torch.cat(parts, dim=weight.partition_dim)
-        return weights
+        return whole_parameters({name: self.parameters[name] for name in self.names})
 
-
-def tensor_group(weight: Any) -> Any:
-    """The tensor-parallel ranks of a weight."""
-    expert = ".experts." in weight.dobb_name and parallel_state.get_expert_tensor_parallel_group()
-    return expert or parallel_state.get_tensor_model_parallel_group()
-
-
-def part_of(weight: Any) -> tuple[int, int]:
-    """The dimension that tensor parallelism splits, and this rank's place."""
-    return weight.partition_dim, tensor_group(weight).rank()
-
-
-def first_block(weight: Any, group: Any, name: str) -> int:
-    """The global number of this rank's first block."""
-    dim, rank = part_of(weight)
-    return rank * next(w.blocks for w in group.weights if w.key == name) if dim == 1 else 0
-
-
-def fill(parameters: dict[str, Any]) -> None:
-    """Give every parameter values that depend on its name in the whole model alone."""
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter is None or parameter.ndim < 2:
-                continue
-            split = getattr(parameter, "tensor_model_parallel", False)
-            expert = ".experts." in name
-            group = (
-                parallel_state.get_expert_tensor_parallel_group()
-                if expert
-                else parallel_state.get_tensor_model_parallel_group()
-            )
-            shape = list(parameter.shape)
-            if split:
-                shape[parameter.partition_dim] *= group.size()
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            whole = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-            parameter.copy_(whole.chunk(group.size(), parameter.partition_dim)[group.rank()] if split else whole)
+    def first_block(self, name: str, group: Any) -> int:
+        """The global number of this rank's first block of a weight that a refresh group serves."""
+        blocks = next(weight.blocks for weight in group.weights if weight.key == name)
+        return first_block(name, self.parameters[name], blocks)
 
 
 def reroute(model: torch.nn.Module, routing: str) -> None:

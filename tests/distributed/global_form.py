@@ -22,9 +22,9 @@ class Shard:
     """Values of a flat range of one tensor-parallel part of a managed weight."""
 
     name: str
+    dim: int
     tensor_rank: int
     local_shape: tuple[int, int]
-    dim: int
     start: int
     values: Tensor
 
@@ -71,23 +71,15 @@ def merge(snapshots: Sequence[Snapshot]) -> State:
     return State(parameters, momenta, moments, bases)
 
 
-def merge_captures(
-    captures: Sequence[Captured], tensor: int, sequence_parallel: bool
-) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Sums over all tokens in float64, `[B, b, b]` by weight, and tokens, from every rank's part of one refresh.
-
-    Of the `tensor` ranks that see the same tokens of the same columns, only the first counts.
-    """
+def merge_captures(captures: Sequence[Captured]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Sums over all tokens in float64, `[B, b, b]` by weight, and tokens, from every rank's part of one refresh."""
     total: dict[tuple[str, int], Tensor] = {}
     tokens: dict[str, int] = {}
-    for rank, captured in enumerate(captures):
-        first = rank % tensor == 0
+    for captured in captures:
         for key, value in captured.sums.items():
-            if first or is_row_parallel(key[0]) or sequence_parallel:
-                total[key] = total.get(key, 0) + value.double()
+            total[key] = total.get(key, 0) + value.double()
         for name, count in captured.tokens.items():
-            if first or (sequence_parallel and not is_row_parallel(name)):
-                tokens[name] = tokens.get(name, 0) + count
+            tokens[name] = tokens.get(name, 0) + count
     return _stack(total), tokens
 
 

@@ -10,21 +10,37 @@ from dataclasses import replace
 import flips
 import torch
 from global_form import merge
-from layout_runs import HEAD, HIDDEN, SEED, SEQUENCES, Layout, Run, global_batch, start
+from layout_runs import SEQUENCES, Layout, Run, global_batch, start
+from whole_model import is_expert
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.megatron import seam
 from testbed import gpt
 
 STEPS, BLOCKS, CAPTURED, BETA = 20, 4, 10, 0.95
 LEARNING_RATE, UPDATE_SCALE = 2e-3, 0.2
 CONFIG = DobbConfig(blocks=BLOCKS, refresh_interval=3, capture_sequences=CAPTURED, moment_beta=BETA, basis_dtype="fp32")
 POLICIES = {"first": CONFIG, "all": replace(CONFIG, capture="all", capture_sequences=None)}
-TOKENS = {"first": CAPTURED * gpt.SEQUENCE, "all": SEQUENCES * gpt.SEQUENCE}
+TAKEN = {"first": CAPTURED, "all": SEQUENCES}
 TOLERANCE = 1e-5
 NEVER = 10**9
 PERTURBED, NOISE = 8, 1e-7
-REFERENCE = Layout(micro_batch=SEQUENCES)
+DENSE, EXPERTS = Layout(micro_batch=SEQUENCES), Layout(micro_batch=SEQUENCES, experts=True)
+FOUR_LAYERS = {"num_layers": 4}
+"""Enough for two pipeline stages of two chunks each."""
+
+
+def reference_of(layout):
+    """The layout that trains the same model in one process with one micro-batch."""
+    return EXPERTS if layout.experts else DENSE
+
+
+def config_of(layout):
+    """What captures the same tokens on every layout: of experts, whose tokens are permuted, only all of them."""
+    return POLICIES["all" if layout.experts else "first"]
+
+
+def built(layout, config):
+    return Run(layout, config, FOUR_LAYERS, lr=LEARNING_RATE)
 
 
 def train_in_every_sense(layout, reference=None):
@@ -39,7 +55,7 @@ def train_in_every_sense(layout, reference=None):
 
 
 def first_refresh(layout, config):
-    run = Run(layout, config, lr=LEARNING_RATE)
+    run = built(layout, config)
     captures = run.record_captures()
     run.step(0)
     return captures[0], run.snapshot()
@@ -47,7 +63,7 @@ def first_refresh(layout, config):
 
 def reference_refreshes(layout):
     """The states before and after every refresh."""
-    run = Run(layout, CONFIG, lr=LEARNING_RATE)
+    run = built(layout, config_of(layout))
     states = {}
     for step in range(STEPS):
         before = merge([run.snapshot()])
@@ -59,11 +75,11 @@ def reference_refreshes(layout):
 
 def later_refreshes(layout, reference):
     """What every refresh makes of the reference's weights, A and Q."""
-    run = Run(layout, CONFIG, lr=LEARNING_RATE)
+    run = built(layout, config_of(layout))
     snapshots = {}
     for step, (before, _) in reference["later"].items():
         run.load(before.parameters, before.moments, before.bases)
-        run.dobb.attempted_steps = step
+        run.begin_at(step)
         run.step(step)
         snapshots[step] = run.snapshot()
     return snapshots
@@ -71,9 +87,9 @@ def later_refreshes(layout, reference):
 
 def frozen(layout, reference):
     """Train with fixed bases. A flipped sign is recorded and undone, for its effect would hide further ones."""
-    run = Run(layout, replace(CONFIG, refresh_interval=NEVER), lr=LEARNING_RATE)
-    run.dobb.attempted_steps = 1  # no refresh at the start either
-    bases = {name: fixed_basis(name, columns_of(name)) for name in run.names}
+    run = built(layout, replace(config_of(layout), refresh_interval=NEVER))
+    run.begin_at(1)  # no refresh at the start either
+    bases = {name: fixed_basis(name, weight.geometry.columns) for name, weight in run.managed.items()}
     run.load(bases=bases)
     states, found, errors, largest = [], [], [], 0.0
     for step in range(STEPS):
@@ -118,46 +134,52 @@ def compare_weight(run, name, expected, basis, step):
 
 def losses(layout, noise_seed=None):
     """The loss curve of the full run, with the default bf16 bases; maybe from slightly other initial weights."""
-    run = Run(layout, replace(CONFIG, basis_dtype="bf16"), lr=LEARNING_RATE)
+    run = built(layout, replace(config_of(layout), basis_dtype="bf16"))
     if noise_seed is not None:
         generator = torch.Generator().manual_seed(noise_seed)
         run.load({n: w * (1 + NOISE * torch.randn(w.shape, generator=generator)) for n, w in run.weights.items()})
     return [run.step(step) for step in range(STEPS)]
 
 
-def perturbed_losses():
-    start(REFERENCE)
-    return [losses(REFERENCE, noise_seed=seed) for seed in range(PERTURBED)]
+def perturbed_losses(reference):
+    start(reference)
+    return [losses(reference, noise_seed=seed) for seed in range(PERTURBED)]
 
 
-def float64_moments():
-    """`x^T x / tokens` of every block, from a float64 forward pass of the same model with hooks of its own."""
-    start(REFERENCE)
-    names = Run(REFERENCE, CONFIG).names
-    seam.configure(None)
-    torch.manual_seed(SEED)
-    model = gpt.build(hidden_size=HIDDEN, kv_channels=HEAD).module.double()
-    inputs = {}
-    for name in names:
-        module = model.get_submodule(name.removesuffix(".weight"))
-        module.register_forward_hook(lambda _, args, output, name=name: inputs.update({name: args[0].detach()}))
-    tokens = global_batch(0)[:, :-1]
-    mask = torch.ones(1, 1, gpt.SEQUENCE, gpt.SEQUENCE, dtype=torch.bool).triu(1)
-    model(input_ids=tokens, position_ids=torch.arange(gpt.SEQUENCE).expand(SEQUENCES, -1), attention_mask=mask)
+def float64_moments(reference):
+    """`x^T x / tokens` of every block and the tokens, from float64 forward passes with hooks of its own."""
+    start(reference)
+    run = built(reference, config_of(reference))
+    run.model.module.double()
     moments = {}
-    for policy, count in (("first", CAPTURED), ("all", SEQUENCES)):
+    for policy, taken in TAKEN.items():
         moments[policy] = {}
-        for name, x in inputs.items():
+        for name, x in layer_inputs(run, global_batch(0)[:taken, :-1]).items():
+            if is_expert(name) and policy != "all":
+                continue  # its share of the taken sequences is found in no other layout
             assert x.dtype == torch.float64
-            blocks = x[:, :count].reshape(count * gpt.SEQUENCE, BLOCKS, -1).unbind(1)
-            moments[policy][name] = torch.stack([b.T @ b for b in blocks]) / (count * gpt.SEQUENCE)
+            blocks = x.unflatten(1, (BLOCKS, -1)).unbind(1)
+            moments[policy][name] = torch.stack([b.T @ b for b in blocks]) / len(x), len(x)
     return moments
+
+
+def layer_inputs(run, tokens):
+    """What every managed weight multiplies in one forward pass, `[tokens, n]`."""
+    inputs, handles = {}, []
+    for name, weight in run.managed.items():
+
+        def record(_module, args, _output, name=name):
+            inputs[name] = args[0].detach().flatten(0, -2)
+
+        handles.append(weight.module.register_forward_hook(record))
+    mask = torch.ones(1, 1, gpt.SEQUENCE, gpt.SEQUENCE, dtype=torch.bool).triu(1)
+    places = torch.arange(gpt.SEQUENCE).expand(len(tokens), -1)
+    run.model.module(input_ids=tokens, position_ids=places, attention_mask=mask)
+    for handle in handles:
+        handle.remove()
+    return inputs
 
 
 def fixed_basis(name, columns):
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.linalg.qr(torch.randn(BLOCKS, columns // BLOCKS, columns // BLOCKS, generator=generator)).Q
-
-
-def columns_of(name):
-    return {"linear_fc2": 4 * HIDDEN, "linear_proj": 4 * HEAD}.get(name.split(".")[-2], HIDDEN)

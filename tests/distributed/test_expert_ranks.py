@@ -30,6 +30,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
+from whole_model import is_expert
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.megatron import seam
@@ -75,10 +76,6 @@ def recorded(layout):
 
 def stack(blocks, name):
     return torch.stack([blocks[name, block] for block in range(BLOCKS)]).double()
-
-
-def is_expert(name):
-    return ".experts." in name
 
 
 def expert(number, name):

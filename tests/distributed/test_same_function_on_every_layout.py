@@ -1,7 +1,8 @@
 """Dobb computes the same function on every parallel layout, in the four senses of DESIGN.md, section 12.
 
-One GPT, the same global batches, fp32; the reference is one process with one micro-batch. The module prints a table of
-what it measured. Left out is the K part of the QKV biases, whose gradient is analytically zero.
+A GPT and a mixture of experts, the same global batches, fp32; the reference is one process with one micro-batch. The
+module prints a table of what it measured. Left out is the K part of the QKV biases, whose gradient is analytically
+zero.
 """
 
 import functools
@@ -13,16 +14,18 @@ from global_form import merge, merge_captures
 from layout_runs import Layout
 from layout_senses import (
     BETA,
+    DENSE,
+    EXPERTS,
     POLICIES,
-    REFERENCE,
     STEPS,
-    TOKENS,
     TOLERANCE,
     fixed_basis,
     float64_moments,
     perturbed_losses,
+    reference_of,
     train_in_every_sense,
 )
+from whole_model import is_expert
 
 from testbed import processes
 
@@ -38,15 +41,33 @@ ROUNDING = 4e-6
 
 LAYOUTS = [
     Layout(micro_batch=6),
-    Layout(2, micro_batch=4),
-    Layout(3, micro_batch=8),
+    Layout(2, micro_batch=6),
     Layout(3, micro_batch=2),
+    Layout(4, micro_batch=3),
     Layout(2, tensor=2, micro_batch=12),
     Layout(4, tensor=2, micro_batch=3),
-    Layout(2, tensor=2, sequence_parallel=True, micro_batch=8),
-    Layout(4, tensor=2, sequence_parallel=True, micro_batch=4),
+    Layout(2, tensor=2, sequence_parallel=True, micro_batch=12),
+    Layout(4, tensor=2, sequence_parallel=True, micro_batch=6),
     Layout(2, micro_batch=3, bucket_size=20_000),
     Layout(3, micro_batch=4, bucket_size=20_000),
+    Layout(2, pipeline=2, micro_batch=6),
+    Layout(2, pipeline=2, chunks=2, micro_batch=6),
+    Layout(2, context=2, micro_batch=12),
+    Layout(4, instances=2, micro_batch=6),
+    Layout(2, tensor=2, sequence_parallel=True, micro_batch=12, recompute="full"),
+    Layout(2, pipeline=2, chunks=2, micro_batch=6, recompute="selective"),
+    # Products.
+    Layout(4, pipeline=2, context=2, micro_batch=12),
+    Layout(8, tensor=2, pipeline=2, sequence_parallel=True, micro_batch=6),
+    Layout(8, pipeline=2, chunks=2, context=2, micro_batch=6, bucket_size=20_000),
+    Layout(8, tensor=2, context=2, micro_batch=3, recompute="full"),
+    # A mixture of experts.
+    Layout(2, expert=2, experts=True, micro_batch=12),
+    Layout(4, expert=2, experts=True, micro_batch=3),
+    Layout(4, tensor=2, expert=2, expert_tensor=2, sequence_parallel=True, experts=True, micro_batch=6),
+    Layout(2, tensor=2, expert=2, sequence_parallel=True, experts=True, micro_batch=12, recompute="selective"),
+    Layout(4, pipeline=2, chunks=2, expert=2, experts=True, micro_batch=3),
+    Layout(8, tensor=2, pipeline=2, expert=2, sequence_parallel=True, experts=True, micro_batch=6),
 ]
 
 
@@ -54,24 +75,24 @@ LAYOUTS = [
 
 
 @functools.cache
-def reference():
-    return processes.run(1, train_in_every_sense, REFERENCE, timeout=300)[0]
+def reference(layout):
+    return processes.run(1, train_in_every_sense, layout, timeout=300)[0]
 
 
 @functools.cache
 def outcome(layout):
-    return processes.run(layout.world, train_in_every_sense, layout, reference(), timeout=300)
+    return processes.run(layout.world, train_in_every_sense, layout, reference(reference_of(layout)), timeout=300)
 
 
 @functools.cache
-def exact_moments():
-    return processes.run(1, float64_moments)[0]
+def exact_moments(layout):
+    return processes.run(1, float64_moments, layout)[0]
 
 
 @functools.cache
-def perturbed():
+def perturbed(layout):
     """The middle loss curve of the perturbed runs, and how far from it any of them has been up to each step."""
-    curves = torch.tensor(processes.run(1, perturbed_losses, timeout=300)[0]).double()
+    curves = torch.tensor(processes.run(1, perturbed_losses, layout, timeout=300)[0]).double()
     middle = curves.median(dim=0).values
     return middle, (curves - middle).abs().amax(dim=0).cummax(dim=0).values + ROUNDING
 
@@ -91,10 +112,10 @@ def table(request):
     lines += [f"| {layout} | " + " | ".join(row.get(c, "") for c in columns) + " |" for layout, row in rows.items()]
     flipped = [f"{layout}: {flip}" for layout, row in rows.items() for flip in row.get("flips", ())]
     lines += ["Flipped signs (magnitude of the coefficient over the RMS of its row's block):", *(flipped or ["none"])]
-    if perturbed.cache_info().currsize:
-        _, spread = perturbed()
+    for model in (DENSE, EXPERTS) if perturbed.cache_info().currsize == 2 else ():
+        _, spread = perturbed(model)
         lines.append(
-            f"Spread of the perturbed losses: {spread[0]:.0e} in the first step, {spread[-1]:.0e} in the last."
+            f"{model}: the perturbed losses spread {spread[0]:.0e} in the first step, {spread[-1]:.0e} in the last."
         )
     with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
         print("", *lines, sep="\n")
@@ -120,23 +141,25 @@ def basis_error(found, exact):
 
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-reference_and_every_layout = pytest.mark.parametrize("layout", [REFERENCE, *LAYOUTS], ids=str)
+references_and_every_layout = pytest.mark.parametrize("layout", [DENSE, EXPERTS, *LAYOUTS], ids=str)
 
 
 # Sense 1.
 
 
-@reference_and_every_layout
+@references_and_every_layout
 @pytest.mark.parametrize("policy", POLICIES)
 def test_first_refresh_takes_the_same_tokens_to_the_float64_moment(layout, policy, table):
-    exact = exact_moments()[policy]
-    ranks = [reference()] if layout == REFERENCE else outcome(layout)
+    exact = exact_moments(reference_of(layout))[policy]
+    ranks = [reference(layout)] if layout in (DENSE, EXPERTS) else outcome(layout)
     captures, snapshots = zip(*(rank["first"][policy] for rank in ranks), strict=True)
-    sums, tokens = merge_captures(captures, layout.tensor, layout.sequence_parallel)
-    assert set(tokens) == set(exact)
-    assert set(tokens.values()) == {TOKENS[policy]}
-    assert relative_error(sums, {n: m * TOKENS[policy] for n, m in exact.items()}) <= TOLERANCE
-    error = relative_error(merge(snapshots).moments, {n: m * (1 - BETA) for n, m in exact.items()})
+    sums, tokens = merge_captures(captures)
+    moments = merge(snapshots).moments
+    if policy == "first":  # experts take whole micro-batches
+        sums, tokens, moments = ({n: v for n, v in d.items() if not is_expert(n)} for d in (sums, tokens, moments))
+    assert tokens == {name: count for name, (_, count) in exact.items()}
+    assert relative_error(sums, {name: moment * count for name, (moment, count) in exact.items()}) <= TOLERANCE
+    error = relative_error(moments, {name: moment * (1 - BETA) for name, (moment, _) in exact.items()})
     row_of(table, layout)["first"] = shown(error)
     assert error <= TOLERANCE
 
@@ -148,7 +171,7 @@ def test_first_refresh_takes_the_same_tokens_to_the_float64_moment(layout, polic
 def test_later_refreshes_from_the_same_state_give_the_same_moments_and_bases(layout, table):
     ranks = outcome(layout)
     moment_errors, basis_errors = {}, {}
-    for step, (_, after) in reference()["later"].items():
+    for step, (_, after) in reference(reference_of(layout))["later"].items():
         state = merge([rank["later"][step] for rank in ranks])
         moment_errors[step] = relative_error(state.moments, after.moments)
         basis_errors[step] = basis_error(state.bases, after.bases)
@@ -165,7 +188,7 @@ def test_later_refreshes_from_the_same_state_give_the_same_moments_and_bases(lay
 
 @every_layout
 def test_weights_agree_with_frozen_bases_but_for_listed_flips(layout, table):
-    expected = reference()["frozen"]["states"][-1]
+    expected = reference(reference_of(layout))["frozen"]["states"][-1]
     ranks = [rank["frozen"] for rank in outcome(layout)]
     errors = [error for rank in ranks for error in rank["errors"]]
     assert not errors, errors[0]
@@ -197,7 +220,7 @@ def without_keys(bias):
 
 @every_layout
 def test_loss_curve_lies_within_the_spread_of_perturbed_single_process_runs(layout, table):
-    middle, spread = perturbed()
+    middle, spread = perturbed(reference_of(layout))
     ranks = [torch.tensor(rank["losses"]).double() for rank in outcome(layout)]
     assert all(torch.equal(curve, ranks[0]) for curve in ranks), "ranks report different losses"
     ratio = float(((ranks[0] - middle).abs() / spread).max())

@@ -12,18 +12,28 @@ import testbed
 
 testbed.enable()
 
-from testbed import gpt, processes, traffic  # noqa: E402  (Megatron is imported after the patches)
+from whole_model import fill, parameters_by_name, whole_parameters  # noqa: E402  (Megatron, after the patches)
+
+from testbed import gpt, processes, traffic  # noqa: E402
 
 STEPS, SEQUENCES = 4, 8
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+
+
+def build(ddp=None, transformer=None):
+    chunks = gpt.build_chunks(ddp, **({"num_layers": 4} | (transformer or {})))
+    parameters = parameters_by_name(chunks)
+    fill(parameters)
+    return chunks, parameters
 
 
 def train(sizes=None, ddp=None, micro_batch=1, transformer=None):
     gpt.initialize(**(sizes or {}))
-    model = gpt.build(ddp, **(transformer or {}))
-    optimizer = gpt.build_optimizer(model)
+    chunks, parameters = build(ddp, transformer)
+    optimizer = gpt.build_optimizer(chunks)
     for step in range(STEPS):
-        gpt.train_step(model, optimizer, gpt.global_batch(step, SEQUENCES), micro_batch)
-    return gpt.full_parameters(model)
+        gpt.train_step(chunks, optimizer, gpt.global_batch(step, SEQUENCES), micro_batch)
+    return whole_parameters(parameters)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +49,23 @@ def one_process():
         pytest.param(1, {}, {}, 4, {}, id="larger-micro-batch"),
         pytest.param(2, {"tensor_model_parallel_size": 2}, {}, 1, {}, id="tp2"),
         pytest.param(2, {"tensor_model_parallel_size": 2}, {}, 1, {"sequence_parallel": True}, id="tp2-sp"),
+        pytest.param(2, {"pipeline_model_parallel_size": 2}, {}, 1, {}, id="pp2"),
+        pytest.param(
+            2,
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            {"overlap_grad_reduce": True, "bucket_size": 5000},
+            2,
+            {},
+            id="pp2-two-chunks-buckets",
+        ),
+        pytest.param(2, {"context_parallel_size": 2}, {}, 2, {}, id="cp2"),
+        pytest.param(4, INSTANCES, INSTANCES, 1, {}, id="two-instances"),
     ],
 )
 def test_megatron_trains_to_the_same_weights_on_every_layout(one_process, world, sizes, ddp, micro_batch, transformer):
-    for parameters in processes.run(world, train, sizes, ddp, micro_batch, transformer):
-        assert parameters.keys() == one_process.keys()
+    ranks = processes.run(world, train, sizes, ddp, micro_batch, transformer)
+    assert set().union(*ranks) == one_process.keys()
+    for parameters in ranks:
         for name, value in parameters.items():
             torch.testing.assert_close(value, one_process[name], rtol=1e-5, atol=2e-6, msg=f"{name} differs")
 
@@ -51,7 +73,7 @@ def test_megatron_trains_to_the_same_weights_on_every_layout(one_process, world,
 def test_training_changes_every_weight(one_process):
     def initial():
         gpt.initialize()
-        return gpt.full_parameters(gpt.build())
+        return whole_parameters(build()[1])
 
     before = processes.run(1, initial)[0]
     unchanged = [name for name in before if torch.equal(before[name], one_process[name])]
