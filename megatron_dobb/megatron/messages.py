@@ -1,8 +1,19 @@
-"""What a run says when a refresh left blocks alone."""
+"""What a run says of the whole model at its start, and when a refresh left blocks alone."""
 
 import torch.distributed as dist
 
 from ..exchange import RefreshCounts
+
+
+def say(text: str) -> None:
+    """Print on the first rank of the job, where Megatron prints its own start-up messages."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def log_whole_model(matrices: int, elements: int) -> None:
+    """Say how much of the model is on Dobb, over all pipeline stages and experts."""
+    say(f"dobb: {matrices} matrices ({elements:,} elements) of the whole model are on Dobb; the first rank's part:")
 
 
 def log_refresh(step: int, counts: RefreshCounts, total: RefreshCounts) -> None:

@@ -19,7 +19,7 @@ from ..exchange import HeldWeight, RefreshCounts, RefreshGroup
 from .arguments import OPTIMIZER
 from .groups import MomentGroups, Ranks
 from .manage import ChunkPlan, ManagedWeight
-from .messages import log_refresh
+from .messages import log_refresh, log_whole_model
 
 GROUPS_ATTRIBUTE = "dobb_moment_groups"
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
@@ -72,20 +72,28 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         groups there. So nothing depends on which ranks have experts.
         """
         if getattr(chunk, GROUPS_ATTRIBUTE, None) is None:
-            self._check_whole_model(plans)
+            self._check_whole_model(chunk, plans)
             setattr(chunk, GROUPS_ATTRIBUTE, MomentGroups.create(chunk, plans))
         return getattr(chunk, GROUPS_ATTRIBUTE)
 
-    def _check_whole_model(self, plans: Sequence[ChunkPlan]) -> None:
+    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> None:
         """Check, over all ranks, that Dobb has something to do and that every name pattern names something."""
-        mine = (
-            sum(len(plan.managed) for plan in plans),
-            set().union(*(plan.patterns_used for plan in plans)),
-        )
+        weights = {weight.name: weight for plan in plans for weight in plan.managed}.values()
+        patterns = set().union(*(plan.patterns_used for plan in plans))
+        stage, expert_rank = chunk.pp_group.rank(), chunk.ep_group.rank()
+        # Ranks with the same key hold parts or copies of the same weights.
+        mine = {
+            (stage,): _size([weight for weight in weights if not weight.is_expert_parallel]),
+            (stage, expert_rank): _size([weight for weight in weights if weight.is_expert_parallel]),
+        }
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        self.dobb.check_patterns_used(set().union(*(used for _, used in everyone)))
-        if not any(count for count, _ in everyone):
+        dist.all_gather_object(everyone, (patterns, mine))
+        self.dobb.check_patterns_used(set().union(*(used for used, _ in everyone)))
+        sizes = {key: size for _, theirs in everyone for key, size in theirs.items()}.values()
+        matrices = sum(count for count, _ in sizes)
+        if matrices:
+            log_whole_model(matrices, sum(elements for _, elements in sizes))
+        else:
             reasons: Counter[str] = Counter()
             for plan in plans:
                 reasons.update({r: n for (r, kind), n in plan.adamw.items() if kind == "parameters"})
@@ -271,6 +279,11 @@ class DobbDistributedOptimizer(DistributedOptimizer):
 
 def _is_dobb(group: dict[str, Any]) -> bool:
     return group.get("optimizer") == OPTIMIZER
+
+
+def _size(weights: Sequence[ManagedWeight]) -> tuple[int, int]:
+    """Number of weights, and of their elements in the whole model."""
+    return len(weights), sum(weight.geometry.rows * weight.geometry.columns for weight in weights)
 
 
 def _gradient(shard: torch.nn.Parameter) -> Tensor:

@@ -3,18 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import torch.distributed as dist
-
 from .manage import ChunkPlan, ManagedWeight
+from .messages import say
 from .optimizer import DobbDistributedOptimizer
 
 MIB = 2**20
-
-
-def say(text: str) -> None:
-    """Print on the first rank of the job, where Megatron prints its own start-up messages."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text, flush=True)
 
 
 def log_start(optimizer: DobbDistributedOptimizer) -> None:
@@ -30,8 +23,8 @@ def start_table(optimizer: DobbDistributedOptimizer, plans: Sequence[ChunkPlan])
     managed = {w.name: w for plan in plans for w in plan.managed if w.name in ours}
     elements = sum(w.parameter.numel() for w in managed.values())
     kind = "expert matrices" if optimizer.is_expert else "matrices"
-    lines = [f"dobb: {len(managed)} {kind} ({elements:,} elements on this rank) are on Dobb"]
-    lines += _shape_lines(managed.values())
+    lines = [f"dobb: {len(managed)} {kind} ({elements:,} elements)"]
+    lines += _shape_lines(managed.values()) if managed else []
     reasons: dict[str, list[int]] = {}
     for plan in plans if not optimizer.is_expert else ():  # the optimizer of the other weights says it for all
         for (reason, what), number in plan.adamw.items():
