@@ -29,7 +29,7 @@ from whole_model import fill, first_block, parameters_by_name, part_of, whole_pa
 from megatron_dobb.config import DobbConfig  # noqa: E402
 from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.names import weight_names  # noqa: E402
-from testbed import gpt  # noqa: E402
+from testbed import gpt, traffic  # noqa: E402
 
 EXPERTS, HIDDEN, EXPERT_HIDDEN, SEQUENCES = 4, 32, 48, 8
 NEVER, ONE_TOKEN = 3, 2  # experts to which the uneven routing sends nothing, and one token of each global batch
@@ -211,6 +211,9 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
     record["tokens"] = tokens = {}
     for capture in [capture for optimizer in run.dobb for capture in optimizer.captures]:
         capture.take = functools.partial(take_and_count, capture.take, tokens)
+    record["refreshes"] = []
+    for optimizer in run.dobb:
+        optimizer._refresh = functools.partial(refresh_and_record, optimizer._refresh, record["refreshes"])
     for step in range(steps):
         inputs.append({})
         run.step(step)
@@ -221,6 +224,13 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
     record["skipped"] = [optimizer.refresh_counts.skipped for optimizer in run.dobb]
     record["expert_ranks"] = dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())
     return record
+
+
+def refresh_and_record(refresh: Any, refreshes: list[list[traffic.Call]]) -> None:
+    """`DobbDistributedOptimizer._refresh`, whose collectives go on record."""
+    with traffic.record() as calls:
+        refresh()
+    refreshes.append(calls)
 
 
 def take_and_count(take: Any, tokens: dict[str, int]) -> Any:

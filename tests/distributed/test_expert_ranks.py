@@ -220,6 +220,18 @@ def test_all_tokens_to_one_expert_leave_the_others_alone_and_every_rank_in_step(
                 assert torch.equal(basis, torch.eye(len(basis)).double()) != expert(0, name)
 
 
+@pytest.mark.parametrize("layout", [ExpertLayout(2, expert=2), ExpertLayout(4, expert=2, micro_batch=1)], ids=str)
+def test_a_rank_makes_the_same_moment_collectives_whatever_tokens_its_experts_got(layout):
+    def collectives(routing):
+        ranks = processes.run(layout.world, train, layout, CONFIG, 3, routing)
+        return [[call for step in rank["refreshes"] for call in step] for rank in ranks]
+
+    usual, *others = [collectives(routing) for routing in ("router", "uneven", "one")]
+    assert all(usual)
+    for other in others:
+        assert other == usual
+
+
 def test_a_pipeline_stage_without_experts_builds_its_optimizers_with_the_others():
     def expert_weights():
         gpt.initialize(pipeline_model_parallel_size=2, expert_model_parallel_size=2)

@@ -30,6 +30,8 @@ CASES = {
     "tensor parallel": (Layout(4, tensor=2, micro_batch=6), 64),
     "sequence parallel": (Layout(4, tensor=2, sequence_parallel=True, micro_batch=6), 80),
     "sequence parallel, one data-parallel rank": (Layout(2, tensor=2, sequence_parallel=True, micro_batch=12), 64),
+    "context parallel": (Layout(4, context=2, micro_batch=6), 64),
+    "pipeline": (Layout(4, pipeline=2, micro_batch=3), 80),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -41,6 +43,7 @@ def record(layout, hidden):
     groups = dobb.dobb.refresh_groups
     megatrons = [
         parallel_state.get_data_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_tensor_model_parallel_group(),
         torch.distributed.group.WORLD,
     ]
@@ -61,7 +64,7 @@ def calls_of_steps(run):
     steps = []
     for step in range(STEPS):
         with traffic.record() as calls:
-            gpt.train_step(run.model, run.optimizer, global_batch(step), run.layout.micro_batch)
+            gpt.train_step(run.chunks, run.optimizer, global_batch(step), run.layout.micro_batch)
         steps.append(calls)
     return steps
 
@@ -76,9 +79,9 @@ def blocks_touched(run, name):
     weight = run.weights[name]
     first, end, bucket_id = buffer.param_index_map[weight]
     bucket = buffer.buckets[bucket_id]
-    ranks = parallel_state.get_data_parallel_world_size()
-    shard = bucket.grad_data.numel() // ranks
-    shard_start = bucket.offset + parallel_state.get_data_parallel_rank() * shard
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    shard = bucket.grad_data.numel() // group.size()
+    shard_start = bucket.offset + group.rank() * shard
     elements = torch.arange(first, end)
     inside = elements[(elements >= shard_start) & (elements < shard_start + shard)] - first
     return (inside % weight.shape[1] // width_of(name, weight.shape[1], run.layout)).unique().tolist()
@@ -168,8 +171,10 @@ def test_refresh_steps_add_exactly_the_moment_traffic(case):
 
 def expected_groups(number, shapes, layout):
     """This rank's (ranks, width) groups of more than one rank, with their weights, widest first."""
-    same_tokens = tuple(range(number % layout.tensor, layout.world, layout.tensor))
-    everyone = tuple(range(layout.world))
+    of_stage = layout.world // layout.pipeline
+    first = number // of_stage * of_stage
+    everyone = tuple(range(first, first + of_stage))
+    same_tokens = everyone[number % layout.tensor :: layout.tensor]
     groups = {}
     for name, (_, columns) in shapes.items():
         sharded = layout.sequence_parallel and not is_row_parallel(name)
