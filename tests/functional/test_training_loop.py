@@ -1,0 +1,216 @@
+"""What happens around the steps of Megatron's training loop: evaluation, reruns, exits, growing batches."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from pretrain_runs import ADAMW, DOBB, train
+
+STEPS = 7
+QUIET = "--eval-iters 0 --eval-interval 1000"
+FIXED_BATCH = f"--global-batch-size 8 --train-iters {STEPS}"
+CONSTANT_RATE = "--lr-decay-style constant"
+
+
+def note_captures(job):
+    """Note, for every step, the tokens that each weight's captured sum holds when the optimizer is called."""
+    original = job.optimizer.step
+
+    def step():
+        sums = job.dobb.captures[0].sums
+        job.notes.append({name: entry.tokens for name, entry in sums.items()})
+        return original()
+
+    if hasattr(job.dobb, "captures"):
+        job.optimizer.step = step
+
+
+@functools.cache
+def trained(flags, prepare=note_captures, optimizer="dobb", world=2):
+    return train([*f"{CONSTANT_RATE} {flags}".split(), *(DOBB if optimizer == "dobb" else ADAMW)], world, prepare)
+
+
+def plain():
+    return trained(f"{FIXED_BATCH} {QUIET}")
+
+
+def assert_same_training(found, expected):
+    for rank, other in zip(found, expected, strict=True):
+        assert rank.losses == other.losses
+        assert len(rank.losses) == STEPS
+        assert rank.notes == other.notes, "another number of tokens was captured"
+        assert rank.attempted_steps == other.attempted_steps == STEPS
+        for name, weight in other.weights.items():
+            assert torch.equal(weight, rank.weights[name]), name
+        for kind, values in other.state.items():
+            for key, value in values.items():
+                assert torch.equal(value, rank.state[kind][key]), (kind, key)
+
+
+def test_captures_are_those_of_the_first_microbatch_on_refresh_steps():
+    """What the comparisons below rest on."""
+    for rank in plain():
+        assert [set(tokens.values()) for tokens in rank.notes] == [{32 if n % 3 == 0 else 0} for n in range(STEPS)]
+        assert rank.captured_sequences == 2
+
+
+@pytest.mark.parametrize("overlap", ["", "--overlap-grad-reduce --overlap-param-gather"], ids=["plain", "overlap"])
+def test_evaluation_between_steps_changes_nothing_and_is_not_captured(overlap):
+    found = trained(f"{FIXED_BATCH} --eval-interval 2 --eval-iters 2 {overlap}")
+    assert_same_training(found, plain())
+
+
+def test_skip_train_evaluates_without_an_optimizer():
+    for optimizer in ("dobb", "adam"):
+        for rank in trained(f"{FIXED_BATCH} --eval-interval 2 --eval-iters 1 --skip-train", None, optimizer):
+            assert rank.steps == []
+            assert rank.exit_code is None
+
+
+# Reruns.
+
+
+def rerun_every_step(job):
+    """As `--rerun-mode report_stats` would, which stock 0.19.2 rejects (the mode has another name by now)."""
+    get_rerun_state_machine().set_mode(RerunMode.REPORT_DETERMINISM_STATS)
+    note_captures(job)
+    count_forward_passes(job)
+
+
+def count_forward_passes(job):
+    calls = []
+    job.model[0].register_forward_hook(lambda *_: calls.append(1))
+    original = job.optimizer.step
+
+    def step():
+        job.notes.append(f"{len(calls)} forward passes")
+        calls.clear()
+        return original()
+
+    job.optimizer.step = step
+
+
+def test_a_forward_backward_pass_that_runs_twice_counts_once():
+    ranks = trained(f"{FIXED_BATCH} {QUIET}", rerun_every_step)
+    for rank in ranks:
+        assert rank.notes[::2] == ["8 forward passes"] * STEPS
+        del rank.notes[::2]
+    assert_same_training(ranks, plain())
+
+
+def reject_one_loss(job):
+    """A loss that Megatron finds suspicious on rank 1 at one refresh step, and not when it runs the step again."""
+    machine = get_rerun_state_machine()
+    validate = machine.validate_result
+
+    def validate_result(result, rejection_func, **settings):
+        suspicious = machine.current_iteration == 3 and torch.distributed.get_rank() == 1
+        return validate(result, lambda x: suspicious or rejection_func(x), **(settings | {"fatal": False}))
+
+    machine.validate_result = validate_result
+    note_captures(job)
+    count_forward_passes(job)
+
+
+def test_a_step_that_megatron_runs_again_after_a_suspicious_loss_counts_once():
+    ranks = trained(f"{FIXED_BATCH} {QUIET}", reject_one_loss)
+    for rank in ranks:
+        assert rank.notes[::2] == [f"{8 if number == 3 else 4} forward passes" for number in range(STEPS)]
+        del rank.notes[::2]
+    assert_same_training(ranks, plain())
+
+
+def test_a_fault_injected_into_a_loss_ends_the_job_as_with_adamw():
+    flags = f"{FIXED_BATCH} {QUIET} --error-injection-rate 6 --error-injection-type transient_error"
+    dobb, adamw = (trained(flags, None, optimizer) for optimizer in ("dobb", "adam"))
+    for rank, other in zip(dobb, adamw, strict=True):
+        assert rank.exit_code == other.exit_code == 17
+        assert [step.iteration for step in rank.steps] == [step.iteration for step in other.steps]
+        assert len(rank.steps) < STEPS
+        assert rank.attempted_steps == len(rank.steps), "the step of a rejected loss was made"
+
+
+# Exits.
+
+
+def terminate_one_rank(job):
+    """SIGTERM to one rank, in the middle of its fourth step."""
+    original, calls = job.optimizer.step, iter(range(1000))
+
+    def step():
+        if next(calls) == 3 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original()
+
+    job.optimizer.step = step
+
+
+EXITS = {
+    "interval": ("--exit-interval 4", None, 4),
+    "duration": ("--exit-duration-in-mins 1e-9", None, 1),
+    "signal": ("--exit-signal-handler", terminate_one_rank, 4),
+}
+
+
+@pytest.mark.parametrize("save", [False, True], ids=["", "save"])
+@pytest.mark.parametrize("case", EXITS)
+def test_training_ends_early_as_with_adamw_at_the_same_step_with_the_same_status(case, save, tmp_path):
+    flags, prepare, last = EXITS[case]
+    for optimizer in ("dobb", "adam"):
+        folder = tmp_path / optimizer
+        words = f"{FIXED_BATCH} {QUIET} {flags}" + f" --save {folder} --no-save-optim" * save
+        for rank in trained(words, prepare, optimizer):
+            assert rank.exit_code == 0
+            assert [step.iteration for step in rank.steps] == list(range(1, last + 1))
+        if save:
+            assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    for rank in trained(f"{FIXED_BATCH} {QUIET} {flags}", prepare):
+        assert rank.losses == plain()[0].losses[:last]
+
+
+# Batch sizes.
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        f"--rampup-batch-size 4 4 16 --global-batch-size 12 --train-iters {STEPS}",
+        "--rampup-batch-size 4 4 16 --global-batch-size 12 --train-samples 64",
+    ],
+    ids=["iterations", "samples"],
+)
+def test_a_growing_batch_leaves_the_number_of_captured_sequences_as_it_was_settled_at_the_start(schedule):
+    if "--train-samples" in schedule:
+        schedule += " --lr-decay-samples 64"
+    for rank in trained(f"{schedule} {QUIET}"):
+        assert rank.captured_sequences == 2
+        assert [set(tokens.values()) for tokens in rank.notes] == [
+            {32 if number % 3 == 0 else 0} for number in range(len(rank.losses))
+        ]
+        assert rank.losses[-1] < rank.losses[0]
+        assert len(rank.losses) == rank.attempted_steps > 4
+
+
+def test_with_capture_all_a_growing_batch_is_captured_whole():
+    schedule = f"--rampup-batch-size 4 4 16 --global-batch-size 12 --train-iters {STEPS} --dobb-capture all {QUIET}"
+    for rank in trained(schedule):
+        taken = [set(tokens.values()) for tokens in rank.notes]
+        assert taken[0] == {2 * 32}
+        assert taken[3] > taken[0] or max(taken[3]) > 2 * 32
+        assert taken[6] == {6 * 32}
+
+
+def test_a_run_given_in_samples_trains_as_one_given_in_iterations():
+    samples = 8 * STEPS
+    assert_same_training(trained(f"--global-batch-size 8 --train-samples {samples} {QUIET}"), plain())
+
+
+def test_iterations_that_megatron_skips_are_no_attempted_steps():
+    """`--iterations-to-skip` only draws the data: neither the schedule of refreshes nor a capture may move."""
+    ranks = trained(f"{FIXED_BATCH} {QUIET} --iterations-to-skip 2 5")
+    for rank in ranks:
+        assert rank.attempted_steps == STEPS - 2
+        assert [max(tokens.values()) for tokens in rank.notes] == [32, 0, 0, 32, 0]
