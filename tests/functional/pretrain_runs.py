@@ -3,6 +3,7 @@
 Megatron is imported once, here, and a run of a few steps takes a second or two.
 """
 
+import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -18,8 +19,9 @@ megatron_dobb.install()
 import megatron.core.models.mimo  # noqa: E402, F401  (or the optimizer factory imports it in every rank)
 import pretrain_tiny  # noqa: E402
 import torch._dynamo  # noqa: E402  (here, not in every rank: its import takes a second)
-from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.training import global_vars, training  # noqa: E402
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset  # noqa: E402
+from megatron.core.utils import unwrap_model  # noqa: E402
+from megatron.training import argument_utils, arguments, global_vars, training  # noqa: E402
 
 from testbed import processes  # noqa: E402
 
@@ -34,6 +36,25 @@ MODEL = shlex.split(
 )
 DOBB = shlex.split("--optimizer dobb --dobb-blocks 4 --dobb-refresh-interval 3")
 ADAMW = ["--optimizer", "adam"]
+
+
+def _do_once_what_every_rank_would_do() -> None:
+    """Megatron reads the sources of its flags' help texts; dynamo makes a table; and the mock data is millions long."""
+    factory, known = argument_utils.ArgumentGroupFactory, {}
+    read = factory._get_field_docstrings
+
+    def read_once(self: Any, source: type) -> dict[str, str]:
+        if source not in known:
+            known[source] = read(self, source)
+        return dict(known[source])
+
+    factory._get_field_docstrings = read_once
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    MockGPTLowLevelDataset.size = 300
+
+
+_do_once_what_every_rank_would_do()
 
 
 @dataclass(frozen=True)
@@ -65,9 +86,13 @@ class Job:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's parameters by name, as fp32."""
-        (chunk,) = self.model
-        inner = chunk.module.module if isinstance(chunk.module, Float16Module) else chunk.module
-        return {name: p.detach().float().clone() for name, p in inner.named_parameters()}
+        return {name: p.detach().float().clone() for name, p in self.inner_model.named_parameters()}
+
+    @property
+    def inner_model(self) -> torch.nn.Module:
+        """The GPT inside DDP and, with fp16 or bf16, Float16Module."""
+        (inner,) = unwrap_model(self.model)
+        return inner
 
     def state(self) -> dict[str, dict[Any, torch.Tensor]]:
         """Masters, momentum, moments and bases of this rank."""
@@ -137,6 +162,8 @@ def _run(words: Sequence[str], prepare: Prepare | None) -> Finished:
         pretrain_tiny.main()
     except SystemExit as exit_:
         exit_code = exit_.code
+        if not job.model:
+            raise RuntimeError(f"the run ended with status {exit_code} before there was a model") from exit_
     is_dobb = global_vars.get_args().optimizer == "dobb" and job.optimizer is not None
     return Finished(
         steps,

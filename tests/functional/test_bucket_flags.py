@@ -4,32 +4,29 @@ import functools
 
 import pytest
 import torch
-from pretrain_runs import DOBB, train
+from pretrain_runs import ADAMW, DOBB, train
 
 STEPS = 7
 TRAINING = [
     *f"--global-batch-size 8 --train-iters {STEPS} --eval-iters 0 --eval-interval 1000 --lr-decay-style constant".split(),
     # The norm's rounding depends on how the buckets are cut, and a clipped gradient would carry it on.
     *"--clip-grad 0".split(),
-    *DOBB,
 ]
 OVERLAP = "--overlap-grad-reduce"
 BUCKETS = f"{OVERLAP} --ddp-bucket-size 20000"
 GATHER = f"{BUCKETS} --overlap-param-gather"
 
 
-def buckets(job):
-    """What the flags made of the buffers."""
+def note_buffers(job):
+    """Note what the flags made of the buffers."""
     (chunk,) = job.model
-    ((args,),) = [[chunk.ddp_config]]
     job.notes.append([bucket.grad_data.numel() for buffer in chunk.buffers for bucket in buffer.buckets])
-    job.notes.append(args)
-    job.notes.append(job.dobb.config)
+    job.notes.append(chunk.ddp_config)
 
 
 @functools.cache
-def trained(flags, world=2):
-    return train([*TRAINING, *flags.split()], world, buckets)
+def trained(flags, world=2, optimizer="dobb"):
+    return train([*TRAINING, *flags.split(), *(DOBB if optimizer == "dobb" else ADAMW)], world, note_buffers)
 
 
 CASES = {
@@ -59,3 +56,50 @@ def test_losses_and_weights_are_those_without_the_flag_bit_for_bit(case):
         assert with_flags.losses == plain.losses
         for name, weight in plain.weights.items():
             assert torch.equal(weight, with_flags.weights[name]), name
+
+
+def test_the_flags_are_in_force():
+    """Otherwise the comparison above would hold for the wrong reason."""
+    buckets = {case: trained(flags)[0].notes[0] for case, (flags, _) in CASES.items()}
+    settings = {case: trained(flags)[0].notes[1] for case, (flags, _) in CASES.items()}
+    assert len(trained("")[0].notes[0]) == len(buckets["grad overlap"]) == 1
+    assert min(len(buckets[case]) for case in ("bucket size", "bucket number", "param overlap")) >= 4
+    assert all(size % 2**16 == 0 for size in buckets["padded for bus bandwidth"])
+    assert all(size % 2**16 for size in buckets["bucket size"])
+    assert not trained("")[0].notes[1].overlap_grad_reduce
+    assert settings["grad overlap"].overlap_grad_reduce
+    assert settings["param overlap"].overlap_param_gather
+    assert settings["average in collective"].average_in_collective
+    assert settings["bf16 reduction, fp32 sums"].reduce_scatter_with_fp32_accumulation
+    assert trained("--bf16")[0].losses != trained("")[0].losses
+
+
+# Several optimizer instances.
+
+
+def instances(optimizer="dobb", flags="--num-distributed-optimizer-instances 2"):
+    return trained(f"{BUCKETS} {flags}", 4, optimizer)
+
+
+def test_two_optimizer_instances_train_as_one():
+    """A sum over four ranks has another order than two sums over two, so the losses differ by rounding, and later by a
+    flipped sign now and then; AdamW's, which flips none, by less."""
+    found, expected = instances(), instances(flags="")
+    assert found[0].notes[1].num_distributed_optimizer_instances == 2
+    assert len(found[0].losses) == STEPS
+    assert found[0].losses[0] == expected[0].losses[0]
+    assert found[0].losses == pytest.approx(expected[0].losses, rel=1e-6)
+    adamw = instances("adam").pop(0), instances("adam", "").pop(0)
+    assert adamw[0].losses == pytest.approx(adamw[1].losses, rel=1e-6)
+
+
+def test_all_instances_have_the_same_weights_and_bases_bit_for_bit():
+    ranks = instances()
+    for rank in ranks[1:]:
+        assert all(torch.equal(w, rank.weights[name]) for name, w in ranks[0].weights.items())
+    for first, second in ((0, 2), (1, 3)):
+        bases = ranks[first].state["bases"], ranks[second].state["bases"]
+        assert bases[0].keys() == bases[1].keys()
+        assert all(torch.equal(basis, bases[1][block]) for block, basis in bases[0].items())
+    owned = [len(rank.state["moments"]) for rank in ranks]
+    assert sum(owned) == 8 * 4, "a moment is kept twice"

@@ -38,11 +38,6 @@ def note_states(job):
         before_every_step(job, lambda number: job.notes.append({**job.state(), "weights": job.weights()}))
 
 
-def inner_model(job):
-    """The GPT inside DDP and Float16Module."""
-    return job.model[0].module.module
-
-
 def overflow_of_one_gradient(job, at):
     """Make an entry of a gradient infinite in one micro-batch on rank 1, before anything is reduced."""
     calls = iter(range(1000))
@@ -54,7 +49,7 @@ def overflow_of_one_gradient(job, at):
             gradient[3, 5] = torch.inf
         return gradient
 
-    inner_model(job).get_submodule(LAST).weight.register_hook(poison)
+    job.inner_model.get_submodule(LAST).weight.register_hook(poison)
 
 
 def overflow_of_one_activation(job, at):
@@ -70,7 +65,7 @@ def overflow_of_one_activation(job, at):
         x[3, 0, BLOCK * 64 + 5] = torch.inf
         return (x, *inputs[1:])
 
-    inner_model(job).get_submodule(LAST).register_forward_pre_hook(poison)
+    job.inner_model.get_submodule(LAST).register_forward_pre_hook(poison)
 
 
 def large_norm(job, at):

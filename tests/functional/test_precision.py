@@ -42,7 +42,7 @@ def record(job):
     def recorded():
         given = {**job.state(), "gradients": {}, "buffers": {}}
         segments = [pair for pairs in zip(dobb.segments, dobb.shards, strict=True) for pair in zip(*pairs, strict=True)]
-        parameters = dict(inner_model(job).named_parameters())
+        parameters = dict(job.inner_model.named_parameters())
         for segment, shard in segments:
             flat = parameters[segment.name].main_grad.flatten()
             given["gradients"][segment.name] = shard.grad.clone()
@@ -57,16 +57,10 @@ def record(job):
     dobb.step_with_ready_grads = recorded
 
 
-def inner_model(job):
-    """The GPT inside DDP and, with fp16 or bf16, Float16Module."""
-    chunk = job.model[0].module
-    return getattr(chunk, "module", chunk)
-
-
 def masters(job):
     """This rank's fp32 shards of all parameters, AdamW's too: (start, values) by name."""
     dobb, found = job.dobb, {}
-    name_of = {id(p): name for name, p in inner_model(job).named_parameters()}
+    name_of = {id(p): name for name, p in job.inner_model.named_parameters()}
     pairs = zip(
         [*dobb.model_float16_groups, *dobb.model_fp32_groups],
         [*dobb.shard_fp32_from_float16_groups, *dobb.shard_fp32_groups],
@@ -130,7 +124,7 @@ def test_one_step_is_the_formula_of_its_gradients_in_float64(case):
 
 @every_case
 def test_gradients_of_the_update_are_the_reduced_ones_without_the_loss_scale_in_fp32(case):
-    reduced_in = torch.bfloat16 if "--grad-reduce-in-bf16" in CASES[case] else torch.float32
+    reduced_in = {"bf16 gradients": torch.bfloat16, "fp16": torch.float16}.get(case, torch.float32)
     for rank in trained(case):
         for given, *_ in rank.notes:
             for name, gradient in given["gradients"].items():

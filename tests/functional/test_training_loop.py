@@ -2,11 +2,13 @@
 
 import functools
 import os
+import shlex
 import signal
 
 import pytest
 import torch
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.training import get_args
 from pretrain_runs import ADAMW, DOBB, train
 
 STEPS = 7
@@ -30,7 +32,7 @@ def note_captures(job):
 
 @functools.cache
 def trained(flags, prepare=note_captures, optimizer="dobb", world=2):
-    return train([*f"{CONSTANT_RATE} {flags}".split(), *(DOBB if optimizer == "dobb" else ADAMW)], world, prepare)
+    return train([*shlex.split(f"{CONSTANT_RATE} {flags}"), *(DOBB if optimizer == "dobb" else ADAMW)], world, prepare)
 
 
 def plain():
@@ -76,11 +78,12 @@ def test_skip_train_evaluates_without_an_optimizer():
 def rerun_every_step(job):
     """As `--rerun-mode report_stats` would, which stock 0.19.2 rejects (the mode has another name by now)."""
     get_rerun_state_machine().set_mode(RerunMode.REPORT_DETERMINISM_STATS)
+    note_captures_and_passes(job)
+
+
+def note_captures_and_passes(job):
+    """Note in turn the number of forward passes of a step and what they captured."""
     note_captures(job)
-    count_forward_passes(job)
-
-
-def count_forward_passes(job):
     calls = []
     job.model[0].register_forward_hook(lambda *_: calls.append(1))
     original = job.optimizer.step
@@ -107,12 +110,11 @@ def reject_one_loss(job):
     validate = machine.validate_result
 
     def validate_result(result, rejection_func, **settings):
-        suspicious = machine.current_iteration == 3 and torch.distributed.get_rank() == 1
+        suspicious = machine.current_iteration == 4 and torch.distributed.get_rank() == 1
         return validate(result, lambda x: suspicious or rejection_func(x), **(settings | {"fatal": False}))
 
     machine.validate_result = validate_result
-    note_captures(job)
-    count_forward_passes(job)
+    note_captures_and_passes(job)
 
 
 def test_a_step_that_megatron_runs_again_after_a_suspicious_loss_counts_once():
@@ -148,59 +150,58 @@ def terminate_one_rank(job):
     job.optimizer.step = step
 
 
+def at_once(job):
+    """A shorter duration than the flag can say, which counts in whole minutes."""
+    get_args().exit_duration_in_mins = 1e-9
+
+
 EXITS = {
     "interval": ("--exit-interval 4", None, 4),
-    "duration": ("--exit-duration-in-mins 1e-9", None, 1),
+    "duration": ("--exit-duration-in-mins 1", at_once, 1),
     "signal": ("--exit-signal-handler", terminate_one_rank, 4),
 }
 
 
-@pytest.mark.parametrize("save", [False, True], ids=["", "save"])
-@pytest.mark.parametrize("case", EXITS)
+@pytest.mark.parametrize(
+    ("case", "save"),
+    [("interval", False), ("duration", False), ("signal", False), ("interval", True), ("signal", True)],
+)
 def test_training_ends_early_as_with_adamw_at_the_same_step_with_the_same_status(case, save, tmp_path):
     flags, prepare, last = EXITS[case]
     for optimizer in ("dobb", "adam"):
         folder = tmp_path / optimizer
-        words = f"{FIXED_BATCH} {QUIET} {flags}" + f" --save {folder} --no-save-optim" * save
+        words = f"{FIXED_BATCH} {QUIET} {flags}" + f" --save {folder} --no-save-optim --save-interval 100" * save
         for rank in trained(words, prepare, optimizer):
             assert rank.exit_code == 0
             assert [step.iteration for step in rank.steps] == list(range(1, last + 1))
+            if optimizer == "dobb":
+                assert rank.losses == plain()[0].losses[:last]
         if save:
             assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(last)
-    for rank in trained(f"{FIXED_BATCH} {QUIET} {flags}", prepare):
-        assert rank.losses == plain()[0].losses[:last]
 
 
 # Batch sizes.
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        f"--rampup-batch-size 4 4 16 --global-batch-size 12 --train-iters {STEPS}",
-        "--rampup-batch-size 4 4 16 --global-batch-size 12 --train-samples 64",
-    ],
-    ids=["iterations", "samples"],
-)
-def test_a_growing_batch_leaves_the_number_of_captured_sequences_as_it_was_settled_at_the_start(schedule):
-    if "--train-samples" in schedule:
-        schedule += " --lr-decay-samples 64"
-    for rank in trained(f"{schedule} {QUIET}"):
+GROWING = "--step-batch-size-schedule '0:4 256:8 512:12'"
+"""The batch after so many tokens. 0.19.2 ignores the older --rampup-batch-size."""
+GROWN = [4, 4, 8, 12, 12, 12, 12]
+
+
+@pytest.mark.parametrize("length", ["--train-samples 64 --lr-decay-samples 64", "--train-iters 7"])
+def test_a_growing_batch_leaves_the_number_of_captured_sequences_as_it_was_settled_at_the_start(length):
+    for rank in trained(f"{GROWING} {length} {QUIET}", note_captures_and_passes):
+        assert rank.notes[::2] == [f"{batch // 2} forward passes" for batch in GROWN]
+        assert [set(tokens.values()) for tokens in rank.notes[1::2]] == [{32 if n % 3 == 0 else 0} for n in range(7)]
         assert rank.captured_sequences == 2
-        assert [set(tokens.values()) for tokens in rank.notes] == [
-            {32 if number % 3 == 0 else 0} for number in range(len(rank.losses))
-        ]
+        assert rank.attempted_steps == 7
         assert rank.losses[-1] < rank.losses[0]
-        assert len(rank.losses) == rank.attempted_steps > 4
 
 
 def test_with_capture_all_a_growing_batch_is_captured_whole():
-    schedule = f"--rampup-batch-size 4 4 16 --global-batch-size 12 --train-iters {STEPS} --dobb-capture all {QUIET}"
-    for rank in trained(schedule):
-        taken = [set(tokens.values()) for tokens in rank.notes]
-        assert taken[0] == {2 * 32}
-        assert taken[3] > taken[0] or max(taken[3]) > 2 * 32
-        assert taken[6] == {6 * 32}
+    for rank in trained(f"{GROWING} --train-iters 7 --dobb-capture all {QUIET}"):
+        taken = [max(tokens.values()) for tokens in rank.notes]
+        assert taken == [32 * batch // 2 if n % 3 == 0 else 0 for n, batch in enumerate(GROWN)]
 
 
 def test_a_run_given_in_samples_trains_as_one_given_in_iterations():
