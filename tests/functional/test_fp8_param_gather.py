@@ -1,8 +1,8 @@
 """`--fp8-param-gather` with stand-ins: the masters that Dobb updates reach the model by Megatron's quantising copy.
 
-Fp8 parameters are classes of Transformer Engine, which needs a GPU. Here the model's matrices stay bf16 tensors, Megatron
-is told that they are quantised, and its `quantize_param_shard` is replaced by one that rounds to the values of e4m3.
-What is shown is which of Megatron's functions gets what; no fp8 arithmetic is.
+Fp8 parameters are classes of Transformer Engine, which needs a GPU. Here the model's matrices stay bf16 tensors,
+Megatron is told that they are quantised, and its `quantize_param_shard` is replaced by one that rounds to the values of
+e4m3. What is shown is which of Megatron's functions gets what; no fp8 arithmetic is.
 """
 
 import functools

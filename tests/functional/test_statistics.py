@@ -6,11 +6,11 @@ import pytest
 import torch
 from pretrain_runs import ADAMW, DOBB, train
 
-TRAINING = (
-    "--global-batch-size 8 --train-iters 2 --eval-iters 0 --eval-interval 1000 --lr-decay-style constant "
+TRAINING = [
+    *"--global-batch-size 8 --train-iters 2 --eval-iters 0 --eval-interval 1000 --lr-decay-style constant".split(),
     # Untied, so that unseen tokens have rows of zeros in the gradient of the embedding.
-    "--log-num-zeros-in-grad --log-params-norm --untie-embeddings-and-output-weights"
-).split()
+    *"--log-num-zeros-in-grad --log-params-norm --untie-embeddings-and-output-weights".split(),
+]
 CLIP, TINY_CLIP = 1e-3, 1e-12
 
 CASES = {
