@@ -2,17 +2,18 @@
 
 import functools
 import importlib.util
+import shlex
 
 import pytest
 import torch
 from pretrain_runs import ADAMW, DOBB, train
 
 STEPS = 7
-TRAINING = [
-    *f"--global-batch-size 8 --train-iters {STEPS} --eval-iters 0 --eval-interval 1000 --lr-decay-style constant".split(),
+TRAINING = shlex.split(
+    f"--global-batch-size 8 --train-iters {STEPS} --eval-iters 0 --eval-interval 1000 --lr-decay-style constant "
     # The norm's rounding depends on how the buckets are cut, and a clipped gradient would carry it on.
-    *"--clip-grad 0".split(),
-]
+    "--clip-grad 0"
+)
 OVERLAP = "--overlap-grad-reduce"
 BUCKETS = f"{OVERLAP} --ddp-bucket-size 20000"
 GATHER = f"{BUCKETS} --overlap-param-gather"

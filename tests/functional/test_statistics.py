@@ -1,16 +1,17 @@
 """Gradient norm, clipping, zeros and the norm of the parameters: what Dobb reports is what AdamW reports."""
 
 import functools
+import shlex
 
 import pytest
 import torch
 from pretrain_runs import ADAMW, DOBB, train
 
-TRAINING = [
-    *"--global-batch-size 8 --train-iters 2 --eval-iters 0 --eval-interval 1000 --lr-decay-style constant".split(),
+TRAINING = shlex.split(
+    "--global-batch-size 8 --train-iters 2 --eval-iters 0 --eval-interval 1000 --lr-decay-style constant "
     # Untied, so that unseen tokens have rows of zeros in the gradient of the embedding.
-    *"--log-num-zeros-in-grad --log-params-norm --untie-embeddings-and-output-weights".split(),
-]
+    "--log-num-zeros-in-grad --log-params-norm --untie-embeddings-and-output-weights"
+)
 CLIP, TINY_CLIP = 1e-3, 1e-12
 
 CASES = {
