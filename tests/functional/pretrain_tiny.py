@@ -16,6 +16,7 @@ import torch  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
 from megatron.training import get_args, pretrain, set_startup_timestamps  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
@@ -45,6 +46,10 @@ def loss_func(mask, losses):
     """The summed loss of a micro-batch, its tokens, and both for the log."""
     mask = mask.view(-1).float()
     loss, tokens = (losses.view(-1).float() * mask).sum(), mask.sum().int()
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss, rejection_func=torch.isnan, message="NaN in a local loss", fatal=True
+        )
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
@@ -55,7 +60,8 @@ def forward_step(batches, model, return_schedule_plan=False):
     return losses, partial(loss_func, batch["loss_mask"])
 
 
-if __name__ == "__main__":
+def main():
+    """Train as the command line says."""
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args()
     pretrain(
@@ -64,3 +70,7 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
     )
+
+
+if __name__ == "__main__":
+    main()
