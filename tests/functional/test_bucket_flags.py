@@ -1,7 +1,6 @@
 """Flags of Megatron's param/grad buffers: with any of them, Dobb trains as it does without."""
 
 import functools
-import importlib.util
 import shlex
 
 import pytest
@@ -79,16 +78,10 @@ def test_the_flags_are_in_force():
 # Several optimizer instances.
 
 
-needs_einops = pytest.mark.skipif(
-    importlib.util.find_spec("einops") is None, reason="Megatron needs einops for several optimizer instances"
-)
-
-
 def instances(optimizer="dobb", flags="--num-distributed-optimizer-instances 2"):
     return trained(f"{BUCKETS} {flags}", 4, optimizer)
 
 
-@needs_einops
 def test_two_optimizer_instances_train_as_one():
     """A sum over four ranks has another order than two sums over two, so gradients differ by rounding, and by it flip
     the sign of a coefficient near zero now and then. To the loss such a coefficient means little (4e-7 of it here)."""
@@ -101,7 +94,6 @@ def test_two_optimizer_instances_train_as_one():
     assert adamw[0].losses == pytest.approx(adamw[1].losses, rel=1e-6)
 
 
-@needs_einops
 def test_all_instances_have_the_same_weights_and_bases_bit_for_bit():
     ranks = instances()
     for rank in ranks[1:]:
