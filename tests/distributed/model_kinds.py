@@ -26,14 +26,29 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules  # noqa: E402
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules  # noqa: E402
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules  # noqa: E402
+from megatron.core.ssm.mlp_layer import MLPLayer  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    ColumnParallelLinear,
+    RowParallelLinear,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules  # noqa: E402
 
+import testbed.mamba  # noqa: E402
 from megatron_dobb.config import DobbConfig  # noqa: E402
 from megatron_dobb.megatron import seam  # noqa: E402
+from megatron_dobb.megatron.names import weight_names  # noqa: E402
 from testbed import gpt  # noqa: E402
 from testbed.attention import PlainAttention  # noqa: E402
 
@@ -48,11 +63,12 @@ class Kind:
     """A kind of model.
 
     Attributes:
-        layers: makes the specification of a layer.
+        layers: makes the specification of a layer; for a hybrid, that of its stack.
         managed: the matrices of each layer that Dobb must manage, without `.weight`.
         transformer: changes to the `TransformerConfig`.
         model: changes to what `GPTModel` is given.
         config: the class of the configuration.
+        every_layer: whether the two layers are alike; otherwise names in `managed` begin with the layer's number.
     """
 
     layers: Callable[[], Any]
@@ -60,10 +76,12 @@ class Kind:
     transformer: Mapping[str, Any]
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: type[TransformerConfig] = TransformerConfig
+    every_layer: bool = True
 
     def names(self) -> list[str]:
         """The names of all matrices that Dobb must manage."""
-        return sorted(f"decoder.layers.{layer}.{matrix}.weight" for layer in range(2) for matrix in self.managed)
+        layers = (f"{layer}.{matrix}" for layer in range(2) for matrix in self.managed)
+        return sorted(f"decoder.layers.{matrix}.weight" for matrix in (layers if self.every_layer else self.managed))
 
 
 def _latent_layers() -> Any:
@@ -119,6 +137,51 @@ LATENT_ATTENTION = Kind(
     },
     {"position_embedding_type": "rope"},
     MLATransformerConfig,
+)
+
+
+def _hybrid_stack() -> Any:
+    """A Mamba layer, an attention layer and an MLP, each with its norm, of Megatron's own linear layers."""
+    testbed.mamba.install()
+    mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mamba = MambaLayerSubmodules(
+        norm=WrappedTorchNorm, mixer=ModuleSpec(MambaMixer, submodules=mixer), mamba_bda=get_bias_dropout_add
+    )
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm, self_attention=layer.self_attention, self_attn_bda=layer.self_attn_bda
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda)
+    return ModuleSpec(
+        HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
+            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+        ),
+    )
+
+
+HYBRID = Kind(
+    _hybrid_stack,
+    (
+        "0.mixer.in_proj",
+        "0.mixer.out_proj",
+        "1.self_attention.linear_qkv",
+        "1.self_attention.linear_proj",
+        "2.mlp.linear_fc1",
+        "2.mlp.linear_fc2",
+    ),
+    {
+        "num_layers": 3,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "mamba_state_dim": 8,
+        "mamba_head_dim": 16,
+        "mamba_num_groups": 2,
+    },
+    {"hybrid_layer_pattern": "M*-"},
+    every_layer=False,
 )
 
 
@@ -196,6 +259,34 @@ class KindRun:
         self.dobb = self.optimizer.chained_optimizers
         self.names = sorted({weight.name for weight in self.model.dobb_plan.managed})
 
+        self.weights = {
+            name: self.model.module.get_submodule(path)._parameters[own]
+            for (path, own), name in weight_names(self.model.module).items()
+            if self.model.module.get_submodule(path)._parameters[own] is not None
+        }
+
+    def load(self, whole: Mapping[str, Tensor]) -> None:
+        """Take over the weights of the whole model, in place. In fp32 the masters are the parameters."""
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                value = whole[name]
+                if value.shape != weight.shape:
+                    group = parallel_state.get_tensor_model_parallel_group()
+                    parts = value.chunk(group.size() * weight.partition_stride, dim=weight.partition_dim)
+                    value = torch.cat(parts[group.rank() :: group.size()], dim=weight.partition_dim)
+                weight.copy_(value)
+
+    def moments(self) -> dict[tuple[str, int], Tensor]:
+        """The blocks that this rank owns, by name and by number in the whole weight."""
+        found = {}
+        for group in [group for optimizer in self.dobb for group in optimizer.refresh_groups]:
+            blocks = {weight.key: weight.blocks for weight in group.weights}
+            for (name, block), moment in zip(group.owned, group.moment, strict=True):
+                split = self.model.config.tensor_model_parallel_size > 1 and self.weights[name].partition_dim == 1
+                first = parallel_state.get_tensor_model_parallel_rank() * blocks[name] if split else 0
+                found[name, first + block] = moment.clone()
+        return found
+
     def step(self, number: int) -> float:
         """Train on global batch `number`; returns the loss on all of it, before the step."""
         loss = torch.tensor(gpt.train_step(self.model, self.optimizer, global_batch(number), self.micro_batch))
@@ -237,4 +328,5 @@ def build(kind: Kind, place: Place, model: Mapping[str, Any], transformer: Mappi
     config.finalize_model_grads_func = finalize_model_grads
     arguments = {"vocab_size": gpt.VOCABULARY, "max_sequence_length": gpt.SEQUENCE}
     arguments["share_embeddings_and_output_weights"] = False
-    return GPTModel(config, kind.layers(), **(arguments | dict(kind.model) | dict(model)))
+    kind_of_model = HybridModel if "hybrid_layer_pattern" in kind.model else GPTModel
+    return kind_of_model(config, kind.layers(), **(arguments | dict(kind.model) | dict(model)))
