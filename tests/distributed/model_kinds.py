@@ -251,12 +251,19 @@ class KindRun:
             bare.config, DistributedDataParallelConfig(use_distributed_optimizer=True), bare
         )
         config = OptimizerConfig(
-            optimizer="adam", lr=4e-3, weight_decay=0.1, adam_eps=1e-3, use_distributed_optimizer=True
+            optimizer="adam",
+            lr=4e-3,
+            weight_decay=0.1,
+            adam_eps=1e-3,
+            use_distributed_optimizer=True,
+            log_num_zeros_in_grad=True,
         )
         config.dobb = dobb
         self.optimizer = get_megatron_optimizer(config, [self.model])
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.dobb = self.optimizer.chained_optimizers
+        self.norms: list[tuple[float, int]] = []
+        self.optimizer.step = functools.partial(self._step_and_note, self.optimizer.step)
         self.names = sorted({weight.name for weight in self.model.dobb_plan.managed})
 
         self.weights = {
@@ -292,6 +299,12 @@ class KindRun:
         loss = torch.tensor(gpt.train_step(self.model, self.optimizer, global_batch(number), self.micro_batch))
         dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
         return float(loss) / parallel_state.get_data_parallel_world_size()
+
+    def _step_and_note(self, step: Any) -> Any:
+        """Megatron's step, which also notes the norm of the gradients and the number of zeros among them."""
+        succeeded, norm, zeros = step()
+        self.norms.append((float(norm), int(zeros)))
+        return succeeded, norm, zeros
 
     def record_sums(self) -> list[dict[str, tuple[int, Tensor | None]]]:
         """Tokens and sums of every weight at each refresh from now on, in a list that grows."""

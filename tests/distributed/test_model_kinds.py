@@ -35,7 +35,7 @@ def train(run, steps=STEPS):
         losses.append(run.step(step))
         if step == 0:
             moments = run.moments()
-    return {"losses": losses, "moments": moments, "names": run.names, "weights": weights(run)}
+    return {"losses": losses, "moments": moments, "names": run.names, "weights": weights(run), "norms": run.norms}
 
 
 def weights(run):
@@ -136,6 +136,38 @@ def test_the_loss_curve_of_two_ranks_lies_near_that_of_one(kind, place):
     found = torch.tensor(trained(kind, place)[0]["losses"])
     print(f"{kind} {place}: off by {float((found - expected).abs().max()):.1e} of {float(allowed.max()):.1e} allowed")
     assert ((found - expected).abs() <= allowed).all()
+
+
+@every_place
+def test_the_gradients_norm_and_zeros_are_those_of_one_rank(kind, place):
+    """Experts are counted once, though their gradients are reduced over other groups."""
+    norm, zeros = reference(kind)["norms"][0]
+    assert norm > 0
+    for rank in trained(kind, place):
+        assert rank["norms"][0][0] == pytest.approx(norm, rel=1e-5)
+        assert rank["norms"][0][1] == pytest.approx(zeros, abs=5)  # a gradient may round to zero on one side alone
+
+
+@every_kind
+def test_a_global_batch_of_one_times_eight_and_of_four_times_two_makes_the_same_update(kind):
+    def run(micro_batch):
+        Place().start()
+        made = KindRun(CASES[kind][0], Place(), CONFIG, micro_batch, **no_balancing(kind))
+        start = weights(made)
+        made.step(0)
+        return {name: (made.weights[name].detach() - start[name]) for name in made.names}
+
+    whole, parts = (processes.run(1, run, micro_batch)[0] for micro_batch in (8, 2))
+    for name, update in whole.items():
+        assert update.any(), name
+        flips = (update - parts[name]).square().sum() / (4 * update.square().mean())
+        assert flips < 4.5, name  # coefficients within rounding of zero
+        assert (update - parts[name]).abs().median() <= 1e-6, name
+
+
+def no_balancing(kind):
+    """The loss that balances experts is a function of each micro-batch, not of the batch."""
+    return {"moe_aux_loss_coeff": 0.0} if kind == "experts" else {}
 
 
 # Weights that are tied or frozen, and memory.
