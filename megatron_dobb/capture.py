@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .errors import CaptureError
 from .ops import Backend, gram_
 
+_NOT_TRACED = "Dobb takes its second moments here on refresh steps: use torch.compile without fullgraph=True"
+
 ActivationOf = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Tensor]
 
 
@@ -38,10 +40,15 @@ class Source:
 
 @dataclass
 class MomentSum:
-    """`sum_tokens x_j x_j^T`, `[blocks, b, b]` fp32 or None before the first token, and the number of tokens."""
+    """`sum_tokens x_j x_j^T`, `[blocks, b, b]` fp32 or None before the first token, and the number of tokens.
+
+    `calls` counts the forward calls that could have been taken, whether they had tokens among the captured sequences
+    or not: with none at all, nobody knows what multiplied the weight.
+    """
 
     total: Tensor | None = None
     tokens: int = 0
+    calls: int = 0
 
 
 @dataclass
@@ -159,6 +166,7 @@ class Capture:
                 return
             with torch.no_grad():
                 for source in sources:
+                    self.sums[source.key].calls += 1
                     if source.batch is None or self._takes_tokens_of(source.batch, source.key):
                         self._add(source, source.activation(module, args, kwargs).detach())
 
@@ -193,12 +201,14 @@ class Capture:
 class _Hook:
     """A hook that acts on the steps for which its capture is armed; torch.compile traces nothing of it.
 
+    What torch.compile had traced before the hook was there never runs it.
+
     It belongs to one model: a copy of the model, or what is unpickled from it, has one that never does anything.
     """
 
     def __init__(self, capture: Capture | None = None, call: Callable[..., None] | None = None) -> None:
         self._capture = capture
-        self._call = torch.compiler.disable(call) if call is not None else None
+        self._call = torch.compiler.disable(call, reason=_NOT_TRACED) if call is not None else None
 
     def __call__(self, *args: Any) -> None:
         if self._capture is not None and self._call is not None and self._capture.armed:

@@ -48,6 +48,10 @@ class Dobb(torch.optim.Optimizer):
     norms, biases and everything else go to AdamW. An output layer that is **not** tied looks like any other layer:
     name it in `exclude`. Weight decay applies to all parameters with two or more dimensions.
 
+    `torch.compile` of the model works before or after Dobb is built, as long as the model was not called before, and
+    without `fullgraph=True`: on refresh steps the hooks run outside of compiled code. Layers whose hooks do not run are
+    an error on the next refresh step, never a silent lack of moments.
+
     Args:
         model: the model, on its device; wrapped in DistributedDataParallel or not.
         lr: learning rate, shared by Dobb and AdamW.
@@ -174,7 +178,9 @@ class Dobb(torch.optim.Optimizer):
 
         Raises:
             NonFiniteError: if a gradient of a weight on Dobb is not finite.
-            CaptureError: if a weight has a gradient, but none of its input activations was seen for this refresh.
+            CaptureError: on a refresh step, if a weight has a gradient, but none of its layer's calls was seen. A layer
+                whose calls had no token among the captured sequences, such as an expert, keeps its bases; they are
+                counted.
 
             Neither changes anything, on any rank.
         """
@@ -222,8 +228,8 @@ class Dobb(torch.optim.Optimizer):
         self.refresh_counts.fallbacks += counts.fallbacks
         if (counts.skipped or counts.fallbacks) and self._capture.rank == 0:
             logger.warning(
-                "refresh of step %d: %d blocks kept their basis (an all-zero or non-finite moment), %d were finished "
-                "by Householder; %d and %d since the start",
+                "refresh of step %d: %d blocks kept their basis (no captured token, or an all-zero or non-finite "
+                "moment), %d were finished by Householder; %d and %d since the start",
                 self.attempted_steps + 1,
                 *(counts.skipped, counts.fallbacks),
                 *(self.refresh_counts.skipped, self.refresh_counts.fallbacks),
@@ -232,26 +238,25 @@ class Dobb(torch.optim.Optimizer):
     def _idle(self, sums: Mapping[str, MomentSum]) -> list[str]:
         """The weights that this step did not use on any rank: no token and no gradient."""
         weights = self.on_dobb.values()
-        seen = torch.tensor([[sums[w.name].tokens, w.parameter.grad is not None] for w in weights])
+        seen = torch.tensor([[sums[w.name].tokens, sums[w.name].calls, _has_gradient(w, sums)] for w in weights])
         if self._group is not None:
             seen = seen.to(self._bases.device)
             dist.all_reduce(seen, group=self._group)
-        without = [
-            (w.name, gradients > 0) for w, (tokens, gradients) in zip(weights, seen.tolist(), strict=True) if not tokens
-        ]
-        missed = [name for name, has_gradient in without if has_gradient]
+        counted = list(zip(weights, seen.tolist(), strict=True))
+        missed = [w.name for w, (tokens, calls, gradients) in counted if gradients and not calls]
         if missed:
             raise CaptureError(
                 f"no input activation of {', '.join(missed)} was captured for the refresh of step "
                 f"{self.attempted_steps + 1}, though there is a gradient; nothing was changed. "
                 + (
-                    "Layers must be called, with their hooks, in training mode and inside a call of the model; "
-                    "capture='all' helps if only later micro-batches use them, exclude=[...] leaves them to AdamW"
+                    "Layers must be called, with their hooks, in training mode; code that torch.compile made before "
+                    "Dobb was built runs no hooks until torch.compiler.reset() is called; exclude=[...] leaves "
+                    "weights to AdamW"
                     if self._capture.handles
                     else "remove_hooks() was called"
                 )
             )
-        return [name for name, _ in without]
+        return [w.name for w, (tokens, calls, gradients) in counted if not tokens and not gradients]
 
     def _update(self, weights: Sequence[LinearWeight], learning_rate: float, weight_decay: float) -> None:
         """One step of these weights: in one call, except those that have no fp32 storage of their own."""
@@ -441,6 +446,12 @@ def _release(capture: BatchCapture) -> None:
     capture.remove()
     for source in capture.sources:
         _owner_of.pop(source.module, None)
+
+
+def _has_gradient(weight: LinearWeight, sums: Mapping[str, MomentSum]) -> bool:
+    """Whether something flowed back to a weight; zeros say so only of one that was called."""
+    gradient = weight.parameter.grad
+    return gradient is not None and (sums[weight.name].calls > 0 or bool(gradient.any()))
 
 
 def _gradient(weight: LinearWeight) -> Tensor:

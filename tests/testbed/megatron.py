@@ -25,6 +25,7 @@ def patch() -> None:
     _load_fp32_parameters_without_grad()
     _save_checkpoints_with_a_plain_queue()
     _gather_unequal_sizes()
+    _recompute_discarded_outputs_on_the_cpu()
 
 
 def _import_uncompiled() -> None:
@@ -133,3 +134,22 @@ def _gather_unequal_sizes() -> None:
         return types.SimpleNamespace(wait=wait) if async_op else wait()
 
     dist.all_gather = all_gather
+
+
+def _recompute_discarded_outputs_on_the_cpu() -> None:
+    """Where outputs are discarded, Megatron takes no fp8 for fp8 and gives memory back in C++, a minute to build."""
+    from megatron.core.tensor_parallel import random
+
+    original: Any = random.CheckpointWithoutOutput.__init__
+
+    def __init__(self: Any, fp8: Any = None) -> None:
+        original(self, fp8 or None)
+
+    def share_storage(discarded: torch.Tensor, recomputed: torch.Tensor) -> None:
+        # Of the storage, not of the tensor: autograd would notice that.
+        storage, source = discarded.untyped_storage(), recomputed.detach().contiguous().untyped_storage()
+        storage.resize_(source.nbytes())
+        storage.copy_(source)
+
+    random.CheckpointWithoutOutput.__init__ = __init__  # type: ignore[method-assign]
+    random._share_storage_ext = types.SimpleNamespace(share_storage=share_storage)

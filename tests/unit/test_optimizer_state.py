@@ -390,15 +390,3 @@ def test_a_copy_of_the_model_is_free_of_the_optimizer(duplicate):
     assert_same(weights(twin), weights(model))
     with pytest.raises(UnsupportedError, match="build another one for the copy of the model"):
         copy.deepcopy(optimizer)
-
-
-def test_a_compiled_model_is_captured():
-    found = []
-    for compiled in (False, True):
-        model = mlp()
-        called = torch.compile(model, backend="eager") if compiled else model
-        optimizer = dobb(called, refresh_interval=2)
-        train(called, optimizer, range(4))
-        found.append([tensors(optimizer, name)["moment"] for name in LAYERS])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
