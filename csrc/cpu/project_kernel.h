@@ -52,7 +52,7 @@ DOBB_INLINE std::int64_t project_rows(const Tile& tile, std::int64_t row, std::i
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kVectors; ++v)
             sum[r][v] = begin == 0 ? zero() : load(so_far + r * scratch.padded + v * kLanes);
-    add_products(tile.values + row * tile.stride + begin, tile.stride, scratch.panel + begin * kVectors * kLanes,
+    add_products(tile.values + row * tile.stride + begin, tile.stride, 1, scratch.panel + begin * kVectors * kLanes,
                  end - begin, sum);
     const std::int64_t width = tile.width;
     std::int64_t not_finite = 0;
