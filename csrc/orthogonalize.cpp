@@ -105,9 +105,9 @@ Deviation deviation(at::Tensor& gram, const at::Tensor& transposed) {
     return {std::isfinite(sum) ? largest : INFINITY, std::sqrt(sum)};
 }
 
-// The upper triangle of `gram` holds E = Q^T Q - I. The whole becomes I - U, where U is the upper triangle whose sum with
-// its transpose is E. Q (I - U) is orthonormal up to second order in E, and every column stays in the span of those
-// before it and itself.
+// The upper triangle of `gram` holds E = Q^T Q - I. The whole becomes I - U, where U is the upper triangle whose sum
+// with its transpose is E. Q (I - U) is orthonormal up to second order in E, and every column stays in the span of
+// those before it and itself.
 void first_order_correction(at::Tensor& gram) {
     const std::int64_t width = gram.size(0);
     float* entries = gram.mutable_data_ptr<float>();

@@ -15,8 +15,8 @@ constexpr int kCholeskyPasses = 4;
 // From this width on, the work inside a block is shared out to the threads as well.
 constexpr std::int64_t kWideBlock = 512;
 
-// Q <- orth(A Q) by Cholesky QR, for A and Q [b, b], contiguous fp32 tensors of their own storage; `basis` is replaced by
-// the result. False, and a basis not to be used, where it broke down or misses kMaxError. The bits depend on A and Q
+// Q <- orth(A Q) by Cholesky QR, for A and Q [b, b], contiguous fp32 tensors of their own storage; `basis` is replaced
+// by the result. False, and a basis not to be used, where it broke down or misses kMaxError. The bits depend on A and Q
 // alone, not on the number of threads.
 bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis);
 

@@ -1,8 +1,8 @@
 // Householder reflections in blocks, written over the vector type of vector_*.h.
 //
 // A matrix lies in panels of kGramColumns columns, each [rows, kGramColumns]. The reflections of a panel's columns make
-// one block reflector, H_1 H_2 ... = I - V T V^T, whose V takes the panel's place: R is never needed. Rows are a multiple
-// of kGramRows; those beyond the width are zero, as are columns, and reflected by nothing.
+// one block reflector, H_1 H_2 ... = I - V T V^T, whose V takes the panel's place: R is never needed. Rows are a
+// multiple of kGramRows; those beyond the width are zero, as are columns, and reflected by nothing.
 #pragma once
 
 namespace dobb::cpu::DOBB_ISA {
@@ -34,8 +34,8 @@ void multiply_panels(const float* left, std::int64_t rows, std::int64_t depth, c
         for (auto& row : sum)
             for (Vector& x : row) x = zero();
         for (std::int64_t k = 0; k < depth; k += kSide)
-            add_products(left + k * rows + r * kSide, kSide, 1, right + k * kSide, depth - k < kSide ? depth - k : kSide,
-                         sum);
+            add_products(left + k * rows + r * kSide, kSide, 1, right + k * kSide,
+                         depth - k < kSide ? depth - k : kSide, sum);
         for (int i = 0; i < kGramRows; ++i)
             for (int v = 0; v < kGramVectors; ++v) store(out + (r + i) * kSide + v * kLanes, sum[i][v]);
     }
@@ -110,8 +110,8 @@ DOBB_INLINE void reflect_column(float* panel, std::int64_t rows, int column) {
     *diagonal = 1;
 }
 
-// The panel, from the row of its first column's diagonal on, becomes V of its reflections; `factor` [2, kSide, kSide] is
-// T^T, with which the adjoint of their product is applied, and T.
+// The panel, from the row of its first column's diagonal on, becomes V of its reflections; `factor` [2, kSide, kSide]
+// is T^T, with which the adjoint of their product is applied, and T.
 void reflect_panel(float* panel, std::int64_t rows, std::int64_t columns, float* factor) {
     for (int c = 0; c < columns; ++c) reflect_column(panel, rows, c);
     for (std::int64_t r = 0; columns < kSide && r < rows; ++r)
@@ -131,8 +131,8 @@ void reflect_panel(float* panel, std::int64_t rows, std::int64_t columns, float*
         for (Vector& x : sum) x = zero();
         for (int k = 0; k < j; ++k)
             for (int v = 0; v < kGramVectors; ++v)
-                sum[v] = multiply_add(broadcast(-tau * gram[j * kSide + k]), load(adjoint + k * kSide + v * kLanes),
-                                      sum[v]);
+                sum[v] =
+                    multiply_add(broadcast(-tau * gram[j * kSide + k]), load(adjoint + k * kSide + v * kLanes), sum[v]);
         for (int v = 0; v < kGramVectors; ++v) store(adjoint + j * kSide + v * kLanes, sum[v]);
         adjoint[j * kSide + j] = tau;
         for (int k = 0; k <= j; ++k) forward[k * kSide + j] = adjoint[j * kSide + k];

@@ -52,8 +52,9 @@ static bool supported() {
            __builtin_cpu_supports("amx-bf16") && may_use_tiles();
 }
 
-extern const Kernel kAmxKernel = {"amx",           supported,       amx::scratch_bytes, amx::run, amx::kGramColumns,
-                                  amx::widen_fp32, amx::widen_bf16, amx::add_gram, amx::kPanelKernel};
+extern const Kernel kAmxKernel = {"amx",           supported,         amx::scratch_bytes,
+                                  amx::run,        amx::kGramColumns, amx::widen_fp32,
+                                  amx::widen_bf16, amx::add_gram,     amx::kPanelKernel};
 
 }  // namespace dobb::cpu
 

@@ -38,7 +38,7 @@ static bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu
 
 extern const Kernel kAvx2Kernel = {"avx2",           supported,          avx2::scratch_bytes,
                                    avx2::run,        avx2::kGramColumns, avx2::widen_fp32,
-                                   avx2::widen_bf16, avx2::add_gram, avx2::kPanelKernel};
+                                   avx2::widen_bf16, avx2::add_gram,     avx2::kPanelKernel};
 
 }  // namespace dobb::cpu
 

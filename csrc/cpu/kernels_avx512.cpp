@@ -40,8 +40,8 @@ static bool supported() {
 }
 
 extern const Kernel kAvx512Kernel = {
-    "avx512",           supported,          avx512::scratch_bytes, avx512::run, avx512::kGramColumns,
-    avx512::widen_fp32, avx512::widen_bf16, avx512::add_gram, avx512::kPanelKernel};
+    "avx512",           supported,          avx512::scratch_bytes, avx512::run,         avx512::kGramColumns,
+    avx512::widen_fp32, avx512::widen_bf16, avx512::add_gram,      avx512::kPanelKernel};
 
 }  // namespace dobb::cpu
 

@@ -45,7 +45,8 @@ extern const Kernel kAvx512Bf16Kernel = {"avx512bf16",
                                          avx512bf16::kGramColumns,
                                          avx512bf16::widen_fp32,
                                          avx512bf16::widen_bf16,
-                                         avx512bf16::add_gram, avx512bf16::kPanelKernel};
+                                         avx512bf16::add_gram,
+                                         avx512bf16::kPanelKernel};
 
 }  // namespace dobb::cpu
 

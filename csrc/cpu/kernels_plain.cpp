@@ -29,6 +29,6 @@ namespace dobb::cpu {
 
 extern const Kernel kPlainKernel = {"plain",           [] { return true; }, plain::scratch_bytes,
                                     plain::run,        plain::kGramColumns, plain::widen_fp32,
-                                    plain::widen_bf16, plain::add_gram, plain::kPanelKernel};
+                                    plain::widen_bf16, plain::add_gram,     plain::kPanelKernel};
 
 }  // namespace dobb::cpu
