@@ -3,9 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/geqrf.h>
 #include <ATen/ops/linalg_cholesky_ex.h>
-#include <ATen/ops/linalg_householder_product.h>
 #include <ATen/ops/linalg_solve_triangular.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -107,17 +105,17 @@ Deviation deviation(at::Tensor& gram, const at::Tensor& transposed) {
     return {std::isfinite(sum) ? largest : INFINITY, std::sqrt(sum)};
 }
 
-// The upper triangle of `gram` holds E = Q^T Q - I. The whole becomes I - U, where U is E / 2 (all = true) or the upper
-// triangle whose sum with its transpose is E. Q (I - U) is orthonormal up to second order in E; a triangle keeps every
-// column in the span of those before it and itself.
-void first_order_correction(at::Tensor& gram, bool all) {
+// The upper triangle of `gram` holds E = Q^T Q - I. The whole becomes I - U, where U is the upper triangle whose sum
+// with its transpose is E. Q (I - U) is orthonormal up to second order in E, and every column stays in the span of
+// those before it and itself.
+void first_order_correction(at::Tensor& gram) {
     const std::int64_t width = gram.size(0);
     float* entries = gram.mutable_data_ptr<float>();
     for (std::int64_t r = 0; r < width; ++r) {
         float* row = entries + r * width;
-        for (std::int64_t c = 0; c < r; ++c) row[c] = all ? entries[c * width + r] : 0.0f;  // halved when c was the row
+        for (std::int64_t c = 0; c < r; ++c) row[c] = 0;
         row[r] = 1 - 0.5f * row[r];
-        for (std::int64_t c = r + 1; c < width; ++c) row[c] *= all ? -0.5f : -1.0f;
+        for (std::int64_t c = r + 1; c < width; ++c) row[c] = -row[c];
     }
 }
 
@@ -182,22 +180,7 @@ void divide(at::Tensor& transposed, const at::Tensor& upper) {
 
 }  // namespace
 
-// In both, A Q lies column by column, which is how LAPACK wants it: buffers hold transposes.
-
-at::Tensor iterate_householder(const at::Tensor& scaled, const at::Tensor& basis) {
-    at::Tensor scratch = at::empty_like(scaled), reflected;
-    multiply(scratch, basis.t(), scaled.t());
-    alone([&] {
-        const auto [reflectors, tau] = at::geqrf(scratch.t());
-        reflected = at::linalg_householder_product(reflectors, tau);
-    });
-    if (deviation(scratch, reflected.t()).largest <= kExact) return reflected;
-    first_order_correction(scratch, /*all=*/true);
-    at::Tensor result = at::empty_like(scaled);
-    multiply(result, reflected, scratch);
-    return result;
-}
-
+// A Q lies column by column, which is how LAPACK wants it: buffers hold transposes.
 bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis) {
     at::Tensor transposed = at::empty_like(basis), gram = at::empty_like(basis);
     multiply(transposed, basis.t(), damped.t());
@@ -206,7 +189,7 @@ bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis) {
         const Deviation found = deviation(gram, transposed);
         if (found.largest <= kExact) break;
         if (found.frobenius <= kFirstOrder) {
-            first_order_correction(gram, /*all=*/false);
+            first_order_correction(gram);
             multiply(basis, transposed.t(), gram);
             return true;
         }
@@ -223,20 +206,18 @@ bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis) {
     return true;
 }
 
-void for_each_block(std::int64_t blocks, std::int64_t width, c10::function_ref<void(std::int64_t)> block) {
-    const auto run = [&](std::int64_t j) {
+void for_each_block(std::int64_t blocks, std::int64_t width,
+                    c10::function_ref<void(std::int64_t, std::int64_t)> range) {
+    const auto run = [&](std::int64_t begin, std::int64_t end) {
         // What the calling thread has switched on is no business of the others.
         const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
         const at::AutoDispatchBelowADInplaceOrView no_gradients;
-        block(j);
+        range(begin, end);
     };
-    if (width >= kWideBlock && blocks < at::get_num_threads()) {
-        for (std::int64_t j = 0; j < blocks; ++j) run(j);
-        return;
-    }
+    if (width >= kWideBlock && blocks < at::get_num_threads()) return run(0, blocks);
     // At least two pieces, so that a single block runs in a parallel region too: see `alone`.
     at::parallel_for(0, std::max<std::int64_t>(blocks, 2), 1, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t j = begin; j < std::min(end, blocks); ++j) run(j);
+        if (begin < blocks) run(begin, std::min(end, blocks));
     });
 }
 

@@ -1,5 +1,4 @@
-// Orthonormal bases of one block on a CPU: Householder reflections and Cholesky QR, put together from PyTorch's own
-// products and LAPACK.
+// Orthonormal bases of one block on a CPU by Cholesky QR, put together from PyTorch's own products and LAPACK.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,15 +15,13 @@ constexpr int kCholeskyPasses = 4;
 // From this width on, the work inside a block is shared out to the threads as well.
 constexpr std::int64_t kWideBlock = 512;
 
-// orth(A Q) [b, b], in any layout, by Householder reflections. A is contiguous fp32 of its own storage, and Q such a
-// tensor or a result of this. The bits depend on A and Q alone, not on the number of threads.
-at::Tensor iterate_householder(const at::Tensor& scaled, const at::Tensor& basis);
-
-// The same by Cholesky QR; `basis` is replaced by the result. False, and a basis not to be used, where it broke down or
-// misses kMaxError.
+// Q <- orth(A Q) by Cholesky QR, for A and Q [b, b], contiguous fp32 tensors of their own storage; `basis` is replaced
+// by the result. False, and a basis not to be used, where it broke down or misses kMaxError. The bits depend on A and Q
+// alone, not on the number of threads.
 bool iterate_cholesky(const at::Tensor& damped, at::Tensor& basis);
 
-// Calls block(j) for j = 0 .. blocks - 1, on as many threads as there are. Inside, linear algebra runs on one thread.
-void for_each_block(std::int64_t blocks, std::int64_t width, c10::function_ref<void(std::int64_t)> block);
+// Calls range(begin, end) for ranges of the blocks, on as many threads as there are. Inside, linear algebra runs on one
+// thread, unless there are fewer wide blocks than threads.
+void for_each_block(std::int64_t blocks, std::int64_t width, c10::function_ref<void(std::int64_t, std::int64_t)> range);
 
 }  // namespace dobb

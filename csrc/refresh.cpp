@@ -4,9 +4,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <string_view>
 #include <tuple>
 
+#include "householder.h"
 #include "orthogonalize.h"
 
 namespace dobb {
@@ -28,8 +30,8 @@ void check(const at::Tensor& moment, const at::Tensor& basis, std::string_view m
     TORCH_CHECK_VALUE(iterations >= 1, "dobb::refresh_basis: iterations is ", iterations, ", expected 1 or more");
 }
 
-// A / max(diag A), or the identity where that is zero or non-finite, in storage of its own.
-at::Tensor scaled_block(const at::Tensor& moment, float damping) {
+// A / max(diag A) + damping I, where A counts as the identity if that is zero or non-finite, in storage of its own.
+at::Tensor damped_block(const at::Tensor& moment) {
     at::Tensor result = at::empty(moment.sizes(), moment.options().dtype(at::kFloat));
     result.copy_(moment);
     const std::int64_t width = moment.size(0);
@@ -44,7 +46,7 @@ at::Tensor scaled_block(const at::Tensor& moment, float damping) {
         for (std::int64_t i = 0; i < width * width; ++i) entries[i] /= largest;
     else
         std::fill(entries, entries + width * width, 0.0f);
-    for (std::int64_t i = 0; i < width; ++i) entries[i * width + i] += damping + (usable ? 0.0f : 1.0f);
+    for (std::int64_t i = 0; i < width; ++i) entries[i * width + i] += kDamping + (usable ? 0.0f : 1.0f);
     return result;
 }
 
@@ -55,16 +57,9 @@ at::Tensor own_copy(const at::Tensor& basis) {
     return result;
 }
 
-at::Tensor by_householder(const at::Tensor& moment, const at::Tensor& start, std::int64_t iterations) {
-    const at::Tensor scaled = scaled_block(moment, 0);
-    at::Tensor basis = own_copy(start);
-    for (std::int64_t i = 0; i < iterations; ++i) basis = iterate_householder(scaled, basis);
-    return basis;
-}
-
 // False where an iteration failed; the basis is then not to be used.
 bool by_cholesky(const at::Tensor& moment, at::Tensor& basis, std::int64_t iterations) {
-    const at::Tensor damped = scaled_block(moment, kDamping);
+    const at::Tensor damped = damped_block(moment);
     for (std::int64_t i = 0; i < iterations; ++i)
         if (!iterate_cholesky(damped, basis)) return false;
     return true;
@@ -77,18 +72,26 @@ std::tuple<at::Tensor, at::Tensor> refresh_basis_cpu(const at::Tensor& moment, c
     at::Tensor result = at::empty(moment.sizes(), moment.options().dtype(at::kFloat));
     at::Tensor fell_back = at::zeros({blocks}, moment.options().dtype(at::kBool));
     if (result.numel() == 0) return {result, fell_back};
-    for_each_block(blocks, width, [&](std::int64_t j) {
-        const at::Tensor block = moment.select(0, j), start = basis.select(0, j);
-        at::Tensor refreshed;
-        if (method == "cholesky") {
-            refreshed = own_copy(start);
-            if (!by_cholesky(block, refreshed, iterations)) {
+    const auto as_kept = [](const at::Tensor& blocks) {
+        return (blocks.scalar_type() == at::kBFloat16 ? blocks : blocks.to(at::kFloat)).contiguous();
+    };
+    const at::Tensor moments = as_kept(moment), bases = as_kept(basis);
+    float* out = result.mutable_data_ptr<float>();
+    for_each_block(blocks, width, [&](std::int64_t begin, std::int64_t end) {
+        std::optional<HouseholderRefresh> householder;
+        for (std::int64_t j = begin; j < end; ++j) {
+            const at::Tensor block = moments.select(0, j), start = bases.select(0, j);
+            if (method == "cholesky") {
+                at::Tensor refreshed = own_copy(start);
+                if (by_cholesky(block, refreshed, iterations)) {
+                    result.select(0, j).copy_(refreshed);
+                    continue;
+                }
                 fell_back.mutable_data_ptr<bool>()[j] = true;
-                refreshed.reset();
             }
+            if (!householder) householder.emplace(width);
+            householder->refresh(block, start, iterations, out + j * width * width);
         }
-        if (!refreshed.defined()) refreshed = by_householder(block, start, iterations);
-        result.select(0, j).copy_(refreshed);
     });
     return {result, fell_back};
 }

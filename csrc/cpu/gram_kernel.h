@@ -18,14 +18,7 @@ DOBB_INLINE void add_tile(const float* x, std::int64_t tokens, std::int64_t row,
         for (int v = 0; v < kGramVectors; ++v) sum[r][v] = zero();
     const float* left = x + row / kGramColumns * tokens * kGramColumns + row % kGramColumns;
     const float* right = x + panel * tokens * kGramColumns;
-    for (std::int64_t t = 0; t < tokens; ++t, left += kGramColumns, right += kGramColumns) {
-        Vector columns[kGramVectors];
-        for (int v = 0; v < kGramVectors; ++v) columns[v] = load(right + v * kLanes);
-        for (int r = 0; r < kGramRows; ++r) {
-            const Vector factor = broadcast(left[r]);
-            for (int v = 0; v < kGramVectors; ++v) sum[r][v] = multiply_add(factor, columns[v], sum[r][v]);
-        }
-    }
+    add_products(left, 1, kGramColumns, right, tokens, sum);
     const std::int64_t column = panel * kGramColumns;
     for (int r = 0; r < kGramRows && row + r < width; ++r) {
         float* out = total + (row + r) * width + column;

@@ -17,6 +17,8 @@ DOBB_TARGET(DOBB_AMX)
 #define DOBB_ISA amx
 #include "vector_avx512.h"
 //
+#include "products.h"
+//
 #include "job.h"
 //
 #include "traffic.h"
@@ -28,6 +30,8 @@ DOBB_TARGET(DOBB_AMX)
 #include "update_kernel.h"
 //
 #include "gram_kernel.h"
+//
+#include "householder_kernel.h"
 DOBB_TARGET_END
 
 namespace dobb::cpu {
@@ -48,8 +52,9 @@ static bool supported() {
            __builtin_cpu_supports("amx-bf16") && may_use_tiles();
 }
 
-extern const Kernel kAmxKernel = {"amx",           supported,       amx::scratch_bytes, amx::run, amx::kGramColumns,
-                                  amx::widen_fp32, amx::widen_bf16, amx::add_gram};
+extern const Kernel kAmxKernel = {"amx",           supported,         amx::scratch_bytes,
+                                  amx::run,        amx::kGramColumns, amx::widen_fp32,
+                                  amx::widen_bf16, amx::add_gram,     amx::kPanelKernel};
 
 }  // namespace dobb::cpu
 

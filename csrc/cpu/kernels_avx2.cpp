@@ -13,6 +13,8 @@ DOBB_TARGET(DOBB_AVX2)
 #define DOBB_ISA avx2
 #include "vector_avx2.h"
 //
+#include "products.h"
+//
 #include "job.h"
 //
 #include "traffic.h"
@@ -26,6 +28,8 @@ DOBB_TARGET(DOBB_AVX2)
 #include "update_kernel.h"
 //
 #include "gram_kernel.h"
+//
+#include "householder_kernel.h"
 DOBB_TARGET_END
 
 namespace dobb::cpu {
@@ -34,7 +38,7 @@ static bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu
 
 extern const Kernel kAvx2Kernel = {"avx2",           supported,          avx2::scratch_bytes,
                                    avx2::run,        avx2::kGramColumns, avx2::widen_fp32,
-                                   avx2::widen_bf16, avx2::add_gram};
+                                   avx2::widen_bf16, avx2::add_gram,     avx2::kPanelKernel};
 
 }  // namespace dobb::cpu
 

@@ -13,6 +13,8 @@ DOBB_TARGET(DOBB_AVX512)
 #define DOBB_ISA avx512
 #include "vector_avx512.h"
 //
+#include "products.h"
+//
 #include "job.h"
 //
 #include "traffic.h"
@@ -26,6 +28,8 @@ DOBB_TARGET(DOBB_AVX512)
 #include "update_kernel.h"
 //
 #include "gram_kernel.h"
+//
+#include "householder_kernel.h"
 DOBB_TARGET_END
 
 namespace dobb::cpu {
@@ -36,8 +40,8 @@ static bool supported() {
 }
 
 extern const Kernel kAvx512Kernel = {
-    "avx512",           supported,          avx512::scratch_bytes, avx512::run, avx512::kGramColumns,
-    avx512::widen_fp32, avx512::widen_bf16, avx512::add_gram};
+    "avx512",           supported,          avx512::scratch_bytes, avx512::run,         avx512::kGramColumns,
+    avx512::widen_fp32, avx512::widen_bf16, avx512::add_gram,      avx512::kPanelKernel};
 
 }  // namespace dobb::cpu
 

@@ -13,6 +13,8 @@ DOBB_TARGET(DOBB_AVX512BF16)
 #define DOBB_ISA avx512bf16
 #include "vector_avx512.h"
 //
+#include "products.h"
+//
 #include "job.h"
 //
 #include "traffic.h"
@@ -24,6 +26,8 @@ DOBB_TARGET(DOBB_AVX512BF16)
 #include "update_kernel.h"
 //
 #include "gram_kernel.h"
+//
+#include "householder_kernel.h"
 DOBB_TARGET_END
 
 namespace dobb::cpu {
@@ -41,7 +45,8 @@ extern const Kernel kAvx512Bf16Kernel = {"avx512bf16",
                                          avx512bf16::kGramColumns,
                                          avx512bf16::widen_fp32,
                                          avx512bf16::widen_bf16,
-                                         avx512bf16::add_gram};
+                                         avx512bf16::add_gram,
+                                         avx512bf16::kPanelKernel};
 
 }  // namespace dobb::cpu
 

@@ -7,6 +7,8 @@
 #define DOBB_ISA plain
 #include "vector_plain.h"
 //
+#include "products.h"
+//
 #include "job.h"
 //
 #include "traffic.h"
@@ -20,11 +22,13 @@
 #include "update_kernel.h"
 //
 #include "gram_kernel.h"
+//
+#include "householder_kernel.h"
 
 namespace dobb::cpu {
 
 extern const Kernel kPlainKernel = {"plain",           [] { return true; }, plain::scratch_bytes,
                                     plain::run,        plain::kGramColumns, plain::widen_fp32,
-                                    plain::widen_bf16, plain::add_gram};
+                                    plain::widen_bf16, plain::add_gram,     plain::kPanelKernel};
 
 }  // namespace dobb::cpu

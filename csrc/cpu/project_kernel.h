@@ -6,16 +6,22 @@
 
 namespace dobb::cpu::DOBB_ISA {
 
-// The patterns of one row's `kLanes` coefficients from column `column` on. Returns how many are not finite.
-DOBB_INLINE int keep_signs(Vector x, std::int64_t row, std::int64_t column, std::int64_t width, Scratch& scratch) {
+// The patterns of one row's `kLanes` coefficients from column `column` on.
+DOBB_INLINE void keep_patterns(Vector x, std::uint16_t* patterns) {
+    const unsigned negative = negative_lanes(x);
+    for (int g = 0; g < kLanes / kGroup; ++g)
+        patterns[g] = static_cast<std::uint16_t>((negative >> (g * kGroup) & (kPatterns - 1)) * kPattern);
+}
+
+// Marks the groups of one row's `kLanes` coefficients that hold a zero or one that is not finite. Returns how many are
+// not finite.
+int mark_odd(Vector x, std::int64_t row, std::int64_t column, std::int64_t width, Scratch& scratch) {
     const unsigned all = (1u << kLanes) - 1;
     const std::int64_t left = width - column;
     const unsigned inside = left >= kLanes ? all : (1u << left) - 1;
-    const unsigned negative = negative_lanes(x), odd = inside & ~ordinary_lanes(x);
+    const unsigned odd = inside & ~ordinary_lanes(x);
+    if (odd == 0) return 0;
     std::uint16_t* patterns = scratch.patterns + row * scratch.groups + column / kGroup;
-    for (int g = 0; g < kLanes / kGroup; ++g)
-        patterns[g] = static_cast<std::uint16_t>((negative >> (g * kGroup) & (kPatterns - 1)) * kPattern);
-    if (__builtin_expect(odd == 0, 1)) return 0;
     float* coefficients = scratch.coefficients + row * scratch.padded + column;
     store(coefficients, x);
     int not_finite = 0;
@@ -25,6 +31,31 @@ DOBB_INLINE int keep_signs(Vector x, std::int64_t row, std::int64_t column, std:
         not_finite += !std::isfinite(coefficients[i]);
     }
     scratch.marked[row] = 1;
+    return not_finite;
+}
+
+// The patterns of the coefficients `sum` of rows from `row` and columns from `column` on. Returns how many are not
+// finite.
+template <int kRows, int kVectors>
+DOBB_INLINE std::int64_t keep_signs(const Vector (&sum)[kRows][kVectors], std::int64_t row, std::int64_t column,
+                                    std::int64_t width, Scratch& scratch) {
+    Vector least = magnitude(sum[0][0]), total = zero();
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v) {
+            if (column + v * kLanes >= width) continue;
+            keep_patterns(sum[r][v], scratch.patterns + (row + r) * scratch.groups + (column + v * kLanes) / kGroup);
+            const Vector size = magnitude(sum[r][v]);
+            least = smaller(size, least);
+            total = add(total, size);
+        }
+    // A sum of magnitudes that is finite has none in it that is not.
+    if (__builtin_expect(ordinary_lanes(least) == (1u << kLanes) - 1 && ordinary_lanes(total) == (1u << kLanes) - 1, 1))
+        return 0;
+    std::int64_t not_finite = 0;
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v)
+            if (column + v * kLanes < width)
+                not_finite += mark_odd(sum[r][v], row + r, column + v * kLanes, width, scratch);
     return not_finite;
 }
 
@@ -52,17 +83,17 @@ DOBB_INLINE std::int64_t project_rows(const Tile& tile, std::int64_t row, std::i
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kVectors; ++v)
             sum[r][v] = begin == 0 ? zero() : load(so_far + r * scratch.padded + v * kLanes);
-    add_products(tile.values + row * tile.stride + begin, tile.stride, scratch.panel + begin * kVectors * kLanes,
+    add_products(tile.values + row * tile.stride + begin, tile.stride, 1, scratch.panel + begin * kVectors * kLanes,
                  end - begin, sum);
     const std::int64_t width = tile.width;
+    if (end == width && !scratch.scaled) return keep_signs(sum, row, column, width, scratch);
     std::int64_t not_finite = 0;
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kVectors; ++v) {
             if (end < width)
                 store(so_far + r * scratch.padded + v * kLanes, sum[r][v]);
             else if (column + v * kLanes < width)
-                not_finite += scratch.scaled ? keep_scaled(sum[r][v], row + r, column + v * kLanes, width, scratch)
-                                             : keep_signs(sum[r][v], row + r, column + v * kLanes, width, scratch);
+                not_finite += keep_scaled(sum[r][v], row + r, column + v * kLanes, width, scratch);
         }
     return not_finite;
 }

@@ -114,7 +114,7 @@ DOBB_INLINE void multiply_scaled(const Tile& tile, std::int64_t column, std::int
     Vector sum[kRows][kSumVectors];
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kSumVectors; ++v) sum[r][v] = zero();
-    add_products(scratch.coefficients + row * scratch.padded, scratch.padded, scratch.panel, tile.width, sum);
+    add_products(scratch.coefficients + row * scratch.padded, scratch.padded, 1, scratch.panel, tile.width, sum);
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kSumVectors; ++v)
             store(tile.values + (row + r) * tile.stride + column + v * kLanes, sum[r][v]);

@@ -1,4 +1,4 @@
-// What the passes over one block share: scratch memory of a thread, and products in registers.
+// Scratch memory of a thread, which the passes over one block share.
 #pragma once
 
 namespace dobb::cpu::DOBB_ISA {
@@ -43,19 +43,5 @@ struct Scratch {
         std::memcpy(column_scales, scales, static_cast<std::size_t>(width) * sizeof(float));
     }
 };
-
-// sum[r, :] += left[r, k] panel[k, :] over `depth` k, in registers.
-template <int kRows, int kVectors>
-DOBB_INLINE void add_products(const float* left, std::int64_t left_stride, const float* panel, std::int64_t depth,
-                              Vector (&sum)[kRows][kVectors]) {
-    for (std::int64_t k = 0; k < depth; ++k, ++left, panel += kVectors * kLanes) {
-        Vector right[kVectors];
-        for (int v = 0; v < kVectors; ++v) right[v] = load(panel + v * kLanes);
-        for (int r = 0; r < kRows; ++r) {
-            const Vector factor = broadcast(left[r * left_stride]);
-            for (int v = 0; v < kVectors; ++v) sum[r][v] = multiply_add(factor, right[v], sum[r][v]);
-        }
-    }
-}
 
 }  // namespace dobb::cpu::DOBB_ISA

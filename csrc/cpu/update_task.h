@@ -75,6 +75,16 @@ struct Work {
     const Unit* take_ahead() { return next.load() + threads < units.size() ? take() : nullptr; }
 };
 
+// What the orthogonalisation of blocks is put together from, see householder_kernel.h.
+struct PanelKernel {
+    std::int64_t side, row_unit;  // columns of a panel; its rows are a multiple of row_unit
+    bool (*divide)(float* numbers, std::int64_t count, float divisor);
+    void (*multiply)(const float* left, std::int64_t rows, std::int64_t depth, const float* right, float* out);
+    void (*inner_products)(const float* left, const float* right, std::int64_t rows, float* sums);
+    void (*reflect)(float* panel, std::int64_t rows, std::int64_t columns, float* factor);
+    void (*apply)(const float* reflectors, const float* factor, std::int64_t rows, float* target);
+};
+
 // One compiled variant of the kernels.
 struct Kernel {
     const char* name;
@@ -90,6 +100,7 @@ struct Kernel {
                        float* to);
     void (*add_gram)(const float* x, std::int64_t tokens, std::int64_t width, std::int64_t first_row,
                      std::int64_t last_row, float* total);
+    PanelKernel panels;
 };
 
 // Compiled variants, the fastest first.

@@ -20,6 +20,9 @@ DOBB_INLINE void store(float* p, Vector x) { _mm256_storeu_ps(p, x); }
 DOBB_INLINE Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
 DOBB_INLINE Vector subtract(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
 DOBB_INLINE Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+DOBB_INLINE Vector magnitude(Vector x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+DOBB_INLINE Vector smaller(Vector a, Vector b) { return _mm256_min_ps(a, b); }
+DOBB_INLINE Vector divide(Vector a, Vector b) { return _mm256_div_ps(a, b); }
 DOBB_INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 
 DOBB_INLINE Vector load(const std::uint16_t* p) {

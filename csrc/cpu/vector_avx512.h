@@ -20,6 +20,9 @@ DOBB_INLINE void store(float* p, Vector x) { _mm512_storeu_ps(p, x); }
 DOBB_INLINE Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
 DOBB_INLINE Vector subtract(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
 DOBB_INLINE Vector multiply(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+DOBB_INLINE Vector magnitude(Vector x) { return _mm512_abs_ps(x); }
+DOBB_INLINE Vector smaller(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+DOBB_INLINE Vector divide(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 DOBB_INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 
 DOBB_INLINE Vector load(const std::uint16_t* p) {

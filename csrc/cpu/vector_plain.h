@@ -24,6 +24,9 @@ DOBB_INLINE void store(float* p, Vector x) { std::memcpy(p, &x, sizeof x); }
 DOBB_INLINE Vector add(Vector a, Vector b) { return a + b; }
 DOBB_INLINE Vector subtract(Vector a, Vector b) { return a - b; }
 DOBB_INLINE Vector multiply(Vector a, Vector b) { return a * b; }
+DOBB_INLINE Vector magnitude(Vector x) { return reinterpret_cast<Vector>(reinterpret_cast<Bits>(x) & 0x7fffffffu); }
+DOBB_INLINE Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
+DOBB_INLINE Vector divide(Vector a, Vector b) { return a / b; }
 DOBB_INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
 
 DOBB_INLINE Vector load(const std::uint16_t* p) {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiled import KERNELS, C
 from moment_kinds import cases, float64_error, generator, moments, normalised, random_basis
 from small_mlp import BLOCKS, mlp, train
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +49,30 @@ def test_every_moment_gets_a_complete_orthonormal_basis_without_fallback(method,
     assert float64_error(basis) <= 5e-6
     assert fell_back.tolist() == plain_refresh_basis(moment, start, method=method).fell_back.tolist()
     assert not fell_back.any()
+
+
+@pytest.mark.parametrize("width", [1, 7, 48, 100])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_householder_is_orthonormal_and_one_step_with_every_kernel(kernel, width):
+    C.choose_cpu_kernel(kernel)
+    moment, start = cases(width)
+    basis, _ = op(moment, start, "householder")
+    assert float64_error(basis) <= 5e-6
+    product = normalised(moment) @ start.double()
+    below = (basis.double().mT @ product).tril(-1).abs().amax((1, 2))
+    assert (below <= 2e-6 * product.abs().amax((1, 2))).all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1e-12])
+def test_features_far_below_the_others_are_reflected_as_exactly(scale):
+    """The squares of their entries underflow in fp32."""
+    width = 48
+    moment = torch.diag(torch.where(torch.arange(width) < 8, 1.0, scale))
+    moment[8:, 8:] += scale * torch.ones(40, 40)
+    basis, _ = op(moment[None], torch.eye(width)[None], "householder")
+    assert float64_error(basis) <= 5e-6
+    below = (basis[0].double().mT @ moment.double())[8:, 8:].tril(-1)
+    assert below.abs().max() <= 1e-5 * scale
 
 
 @pytest.mark.parametrize("width", [1, 7, 32, 48, 192])
