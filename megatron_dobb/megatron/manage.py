@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -182,10 +182,15 @@ def _why_not(matrix: _Matrix, config: DobbConfig, plan: ChunkPlan) -> str | None
     if config.excluded(matrix.name):
         return "excluded by --dobb-exclude"
     columns, asked = matrix.adapter.geometry(matrix.module).columns, config.blocks_of(matrix.name)
-    if columns < (asked.get("blocks") or asked.get("width") or 0):
+    if fewer_columns_than_blocks(columns, asked):
         # Low-rank adapters (LoRA) are such. An error would stop a run for matrices that hardly matter.
         return "fewer input features than blocks (--dobb-blocks-for can give them their own count)"
     return None
+
+
+def fewer_columns_than_blocks(columns: int, asked: Mapping[str, int | None]) -> bool:
+    """Whether a weight is too narrow for the blocks that `DobbConfig.blocks_of` asks for."""
+    return columns < (asked.get("blocks") or asked.get("width") or 0)
 
 
 def _shape_reason(parameter: nn.Parameter) -> str:

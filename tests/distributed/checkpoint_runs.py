@@ -1,0 +1,54 @@
+"""Save and load the runs of `layout_runs` with Megatron's distributed checkpoints, as Megatron's training does it.
+
+Everything here runs on every rank.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from layout_runs import Run
+from megatron.core import dist_checkpointing, parallel_state
+
+FORMATS = ("dp_reshardable", "fully_reshardable")
+
+
+def metadata_of(sharding: str) -> dict[str, Any]:
+    """What Megatron's training passes on to the model and the optimizer."""
+    return {
+        "distrib_optim_sharding_type": sharding,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def state_of_model(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The sharded state of the model chunks."""
+    names = ["model"] if len(run.chunks) == 1 else [f"model{number}" for number in range(len(run.chunks))]
+    chunks = (chunk.module.sharded_state_dict(metadata=metadata) for chunk in run.chunks)
+    return dict(zip(names, chunks, strict=True))
+
+
+def save(run: Run, path: Path, sharding: str, **metadata: Any) -> None:
+    """Write a checkpoint into a new folder."""
+    facts = metadata_of(sharding) | metadata
+    state = state_of_model(run, facts)
+    state["optimizer"] = run.optimizer.sharded_state_dict(state, metadata=facts)
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state, str(path), content_metadata=facts)
+
+
+def load(run: Run, path: Path) -> None:
+    """Continue from a checkpoint."""
+    facts = dist_checkpointing.load_content_metadata(str(path))
+    facts["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = state_of_model(run, facts)
+    state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=True, metadata=facts)
+    loaded = dist_checkpointing.load(state, str(path))
+    for chunk, name in zip(run.chunks, state_of_model(run, facts), strict=True):
+        chunk.module.load_state_dict(loaded[name], strict=True)
+    run.optimizer.load_state_dict(loaded["optimizer"])
