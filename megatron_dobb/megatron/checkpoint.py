@@ -191,10 +191,10 @@ class StateOfBlocks:
                 target[run.place + number] = blocks[column // saved_width - first][part, part]
         for group in self.groups:
             for weight in group.weights:
-                saved_width = self._readable_width(group, weight.key, saved)
-                if saved_width is None:
+                readable = self._readable_width(group, weight.key, saved)
+                if readable is None:
                     report.restarted.add(weight.key)
-                elif saved_width != group.width:
+                elif readable != group.width:
                     report.cut.add(weight.key)
         return report
 

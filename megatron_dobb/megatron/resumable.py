@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..exchange import RefreshGroup
 from ..reference import Segment
 from .arguments import OPTIMIZER
-from .checkpoint import METADATA, Report, Saved, StateOfBlocks, WeightInModel
+from .checkpoint import METADATA, Saved, StateOfBlocks, WeightInModel
 from .groups import Ranks
 from .manage import ManagedWeight
 from .messages import log_load, say
@@ -172,9 +172,10 @@ class ResumableOptimizer(ReshardableOptimizer):
     def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> dict[int, dict[str, Any]] | None:
         """See Megatron's; weights on Dobb have no second moment there."""
         state = super().sharded_param_state_fully_reshardable(*args, **kwargs)
-        for number, parameter in self._parameters_in_order() if state is not None else ():
-            if self._is_managed(parameter):
-                del state[number][PLACEHOLDER]
+        if state is not None:
+            for number, parameter in self._parameters_in_order():
+                if self._is_managed(parameter):
+                    del state[number][PLACEHOLDER]
         return state
 
     def _is_managed(self, model_param: Any) -> bool:

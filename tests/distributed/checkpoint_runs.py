@@ -3,12 +3,15 @@
 Everything here runs on every rank.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from layout_runs import Run
+from layout_runs import Layout, Run, start
 from megatron.core import dist_checkpointing, parallel_state
+
+from megatron_dobb import DobbConfig
 
 FORMATS = ("dp_reshardable", "fully_reshardable")
 
@@ -52,3 +55,39 @@ def load(run: Run, path: Path) -> None:
     for chunk, name in zip(run.chunks, state_of_model(run, facts), strict=True):
         chunk.module.load_state_dict(loaded[name], strict=True)
     run.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def go_on(run: Run, first: int, end: int) -> list[float]:
+    """Train on the global batches `first` to `end - 1`; returns their losses."""
+    return [run.step(number) for number in range(first, end)]
+
+
+def train_and_save(
+    layout: Layout, config: DobbConfig | None, transformer: dict[str, Any], saved_after: int, end: int, path: Path
+) -> dict[str, Any]:
+    """Train, save in every format on the way, and go on to step `end`."""
+    start(layout)
+    run = Run(layout, config, transformer)
+    go_on(run, 0, saved_after)
+    for sharding in FORMATS:
+        save(run, path / sharding, sharding)
+    return {"saved": run.snapshot(), "losses": go_on(run, saved_after, end), "end": run.snapshot()}
+
+
+def load_and_go_on(
+    layout: Layout,
+    config: DobbConfig | None,
+    transformer: dict[str, Any],
+    saved_after: int,
+    end: int,
+    paths: Sequence[Path],
+) -> list[dict[str, Any]]:
+    """For each of some checkpoints, continue it with a new model and optimizer to step `end`."""
+    start(layout)
+    results = []
+    for path in paths:
+        run = Run(layout, config, transformer)
+        load(run, path)
+        result = {"loaded": run.snapshot(), "losses": go_on(run, saved_after, end), "end": run.snapshot()}
+        results.append(result | {"attempted": {optimizer.attempted_steps for optimizer in run.dobbs}})
+    return results
