@@ -20,7 +20,7 @@ from .manage import ChunkPlan, ManagedWeight
 from .messages import log_refresh, log_whole_model
 from .resumable import MOMENTUM, ResumableOptimizer, is_dobb
 
-GROUPS_ATTRIBUTE = "dobb_moment_groups"
+GROUPS_ATTRIBUTE, KINDS_ATTRIBUTE = "dobb_moment_groups", "dobb_kinds_on_adamw"
 
 
 class DobbDistributedOptimizer(ResumableOptimizer):
@@ -58,6 +58,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         mine = {id(p) for group in groups if is_dobb(group) for p in group["params"]}
         plans_of_mine = [[w for w in plan.managed if id(w.parameter) in mine] for plan in plans]
         moment_groups = self._moment_groups(model_chunks[0], plans)
+        self.kinds_on_adamw = getattr(model_chunks[0], KINDS_ATTRIBUTE)
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, **kwargs)
         if self.is_stub_optimizer:
             return
@@ -72,12 +73,16 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         groups there. So nothing depends on which ranks have experts.
         """
         if getattr(chunk, GROUPS_ATTRIBUTE, None) is None:
-            self._check_whole_model(chunk, plans)
+            setattr(chunk, KINDS_ATTRIBUTE, self._check_whole_model(chunk, plans))
             setattr(chunk, GROUPS_ATTRIBUTE, MomentGroups.create(chunk, plans))
         return getattr(chunk, GROUPS_ATTRIBUTE)
 
-    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> None:
-        """Check, over all ranks, that Dobb has something to do and that every name pattern names something."""
+    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> set[str]:
+        """Check, over all ranks, that Dobb has something to do and that every name pattern names something.
+
+        Returns:
+            See `ChunkPlan.kinds_on_adamw`: of the whole model.
+        """
         weights = {weight.name: weight for plan in plans for weight in plan.managed}.values()
         patterns = set().union(*(plan.patterns_used for plan in plans))
         stage, expert_rank = chunk.pp_group.rank(), chunk.ep_group.rank()
@@ -87,9 +92,10 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             (stage, expert_rank): _size([weight for weight in weights if weight.is_expert_parallel]),
         }
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (patterns, mine))
-        self.dobb.check_patterns_used(set().union(*(used for used, _ in everyone)))
-        sizes = {key: size for _, theirs in everyone for key, size in theirs.items()}.values()
+        kinds = set().union(*(plan.kinds_on_adamw() for plan in plans))
+        dist.all_gather_object(everyone, (patterns, mine, kinds))
+        self.dobb.check_patterns_used(set().union(*(used for used, _, _ in everyone)))
+        sizes = {key: size for _, theirs, _ in everyone for key, size in theirs.items()}.values()
         matrices = sum(count for count, _ in sizes)
         if matrices:
             log_whole_model(matrices, sum(elements for _, elements in sizes))
@@ -102,6 +108,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                 + "; ".join(f"{n} parameters: {reason}" for reason, n in reasons.items())
                 + ". Use --optimizer adam, or fewer --dobb-exclude patterns"
             )
+        return set().union(*(theirs for _, _, theirs in everyone))
 
     def _build(
         self,

@@ -1,5 +1,6 @@
 """How Dobb's part of the distributed optimizer is saved to and loaded from Megatron's distributed checkpoints."""
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .checkpoint import METADATA, Saved, StateOfBlocks, WeightInModel
 from .groups import Ranks
 from .manage import ManagedWeight
 from .messages import log_load, say
+from .names import kind_of
 from .reshardable import ReshardableOptimizer
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
@@ -30,6 +32,7 @@ class ResumableOptimizer(ReshardableOptimizer):
     Attributes:
         dobb: its settings.
         managed: the weights on Dobb, by name.
+        kinds_on_adamw: names without numbers of all parameters of the whole model that are not on Dobb.
         moment_ranks: the global ranks over which the moment of each is summed.
         refresh_groups, captures, segments, shards: see there.
         attempted_steps: steps so far, skipped ones included.
@@ -39,6 +42,7 @@ class ResumableOptimizer(ReshardableOptimizer):
 
     dobb: DobbConfig
     managed: dict[str, ManagedWeight]
+    kinds_on_adamw: set[str]
     moment_ranks: dict[str, Ranks]
     refresh_groups: list[RefreshGroup]
     captures: list[Capture]
@@ -120,6 +124,15 @@ class ResumableOptimizer(ReshardableOptimizer):
                 "with --no-load-optim"
             )
 
+        for chunk in self.model_chunks:
+            for name, columns in chunk.dobb_plan.left_out.items():
+                if saved.width(name, columns) is not None:
+                    raise CheckpointError(
+                        f"{name} was on Dobb in the run that saved the checkpoint and is on AdamW in this one, for "
+                        "which there is no second moment of its gradient: do not --dobb-exclude it, nor ask for more "
+                        "blocks than it has input features, or start a fresh optimizer with --no-load-optim"
+                    )
+
     def _experts_are_apart(self) -> bool:
         config = self.model_chunks[0].config
         return config.num_moe_experts is not None and config.expert_model_parallel_size > 1
@@ -164,22 +177,26 @@ class ResumableOptimizer(ReshardableOptimizer):
 
     def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, Tensor]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)
-        if self._is_managed(model_param):
+        if id(model_param) in self._on_dobb:
             # All parameters of a bucket must have the same state; this one is made for a save or a load alone.
             tensors[PLACEHOLDER] = torch.zeros(tensors["param"].shape, dtype=torch.float32, device="cpu")
         return tensors
 
-    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> dict[int, dict[str, Any]] | None:
-        """See Megatron's; weights on Dobb have no second moment there."""
-        state = super().sharded_param_state_fully_reshardable(*args, **kwargs)
-        if state is not None:
-            for number, parameter in self._parameters_in_order():
-                if self._is_managed(parameter):
-                    del state[number][PLACEHOLDER]
+    def sharded_param_state_fully_reshardable(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> dict[int, dict[str, Any]] | None:
+        """See Megatron's; weights on Dobb have no placeholders there."""
+        state = super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
+        for number, parameter in self._parameters_in_order():
+            weight = self._on_dobb.get(id(parameter))
+            # Megatron stacks the layers of a model in one tensor, which must be whole if any of them is on AdamW.
+            if state is not None and weight and (is_loading or kind_of(weight.name) not in self.kinds_on_adamw):
+                del state[number][PLACEHOLDER]
         return state
 
-    def _is_managed(self, model_param: Any) -> bool:
-        return any(weight.parameter is model_param for weight in self.managed.values())
+    @functools.cached_property
+    def _on_dobb(self) -> dict[int, ManagedWeight]:
+        return {id(weight.parameter): weight for weight in self.managed.values()}
 
     def _settle_inner_state(self) -> None:
         """Let the inner optimizer hold the momenta that the segments update, whatever its own load made of them."""

@@ -215,6 +215,8 @@ def _keep_from_other_optimizers(base: Any) -> None:
 
 
 def _patch_checkpoints(module: ModuleType) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException  # not derived from Exception
+
     load = compat.probe(module, "load", ("sharded_state_dict", "checkpoint_dir", "process_group"))
     load_common = compat.probe(module, "load_common_state_dict", ("checkpoint_dir",))
     signature = inspect.signature(load)
@@ -232,7 +234,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
     def load_common_state_dict(checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return load_common(checkpoint_dir, *args, **kwargs)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             from .preflight import diagnosis
 
             reason = diagnosis(str(checkpoint_dir)) if active() is not None else None

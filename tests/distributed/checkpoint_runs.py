@@ -47,7 +47,8 @@ def save(run: Run, path: Path, sharding: str, **metadata: Any) -> None:
 
 def load(run: Run, path: Path) -> None:
     """Continue from a checkpoint."""
-    facts = dist_checkpointing.load_content_metadata(str(path))
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    facts = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     facts["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = state_of_model(run, facts)
     state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=True, metadata=facts)
