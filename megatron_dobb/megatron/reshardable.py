@@ -120,8 +120,11 @@ class ReshardableOptimizer(DistributedOptimizer):
         state = super().sharded_param_state_dp_reshardable(*args, **kwargs)
         for bucket in _buckets(state):
             entries = [entry for entry in bucket if entry["param"].local_shape != (0,)]
-            # An empty list would be dropped by the load, and the buckets behind it would move up.
             bucket[:] = entries or [{"padding": LocalNonpersistentObject(True)}]
+        for key, of_dtype in state.items():
+            if isinstance(key, int):
+                # Of a list, the load would drop the buckets without tensors, and those behind would move up.
+                state[key] = {dtype: dict(enumerate(buckets)) for dtype, buckets in of_dtype.items()}
         return state
 
     @torch.no_grad()

@@ -67,6 +67,7 @@ def test_fully_reshardable_state_behind_padded_buckets_is_right_with_us_and_wron
 def resume(layout, path, with_torchs_adamw):
     if with_torchs_adamw:
         megatron_optimizer.Adam = distrib_optimizer.Adam = torch.optim.AdamW
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = False
     start(layout)
     run = Run(layout, CONFIG)
