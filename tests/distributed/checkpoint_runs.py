@@ -10,6 +10,14 @@ from typing import Any
 import torch.distributed as dist
 from layout_runs import Layout, Run, start
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 
 from megatron_dobb import DobbConfig
 
@@ -42,17 +50,21 @@ def save(run: Run, path: Path, sharding: str, **metadata: Any) -> None:
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(state, str(path), content_metadata=facts)
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), facts["dp_cp_group"])
+    dist_checkpointing.save(state, str(path), strategy, content_metadata=facts)
 
 
 def load(run: Run, path: Path) -> None:
-    """Continue from a checkpoint."""
+    """Continue from a checkpoint; the ranks share the reading of a `fully_reshardable` one."""
     common = dist_checkpointing.load_common_state_dict(str(path))
     facts = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     facts["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = state_of_model(run, facts)
     state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=True, metadata=facts)
-    loaded = dist_checkpointing.load(state, str(path))
+    strategy: Any = TorchDistLoadShardedStrategy()
+    if facts["distrib_optim_sharding_type"] == "fully_reshardable":
+        strategy = FullyParallelLoadStrategyWrapper(strategy, facts["dp_cp_group"])
+    loaded = dist_checkpointing.load(state, str(path), strategy)
     for chunk, name in zip(run.chunks, state_of_model(run, facts), strict=True):
         chunk.module.load_state_dict(loaded[name], strict=True)
     run.optimizer.load_state_dict(loaded["optimizer"])
