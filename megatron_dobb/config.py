@@ -56,7 +56,7 @@ class DobbConfig:
         backend: what computes the update, the moment sums and the bases: `auto` takes the compiled extension where it
             is there, `extension` and `reference` (plain PyTorch) insist on one.
         precision: `exact` decides signs as fp32 products would, `bf16` may round the momentum and the basis first.
-        load_other_optimizer: continue a checkpoint of AdamW, whose first moments become the momentum.
+        load_other_optimizer: continue Megatron's checkpoint of AdamW, whose first moments become the momentum.
 
     Raises:
         ConfigError: if a value is out of range or two settings contradict each other.

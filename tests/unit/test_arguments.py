@@ -49,6 +49,7 @@ FLAGS = {
     "basis_dtype": (["fp32"], "fp32"),
     "backend": (["reference"], "reference"),
     "precision": (["bf16"], "bf16"),
+    "load_other_optimizer": ([], True),
 }
 """For each setting, words of a command line and the value that they mean."""
 
