@@ -14,19 +14,24 @@ from ..errors import CheckpointError
 
 _BUCKETS = "optimizer.distributed.dp_group_idx_"  # keys of dp_reshardable state
 _OURS = "optimizer.dobb."
+_OF_OPTIMIZERS = "optimizer."
 _USE_ANOTHER = "use the checkpoint of another iteration"
 
 
-def check(wanted: Any, folder: str, group: dist.ProcessGroup | None = None) -> None:
+def check(
+    wanted: Any, folder: str, group: dist.ProcessGroup | None = None, *, together: bool = True, strict: bool = True
+) -> None:
     """Check that the files of a checkpoint are complete and contain what will be asked of them.
 
     Args:
         wanted: the sharded state dict to load into.
         folder: the checkpoint.
-        group: the ranks that load it together; all of them must call this.
+        group: the ranks that load it together.
+        together: whether all of them call this; otherwise this rank looks by itself.
+        strict: whether tensors of the model, too, must be there.
 
     Raises:
-        CheckpointError: on every rank, if the checkpoint does not do.
+        CheckpointError: on every rank of the group, if the checkpoint does not do for one of them.
     """
     problem: str | None = None
     try:
@@ -35,11 +40,13 @@ def check(wanted: Any, folder: str, group: dist.ProcessGroup | None = None) -> N
         problem = f"cannot read {os.path.join(folder, '.metadata')} ({error!r}): {_USE_ANOTHER}"
     else:
         # One rank looks at the files, and every rank at what it wants itself.
-        problem = (incomplete_files(folder, metadata) if dist.get_rank(group) == 0 else None) or next(
-            _misfits(wanted, metadata), None
-        )
-    everyone: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, problem, group=group)
+        if not together or dist.get_rank(group) == 0:
+            problem = incomplete_files(folder, metadata)
+        problem = problem or next(_misfits(wanted, metadata, strict), None)
+    everyone = [problem]
+    if together:
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, problem, group=group)
     for found in everyone:
         if found is not None:
             raise CheckpointError(found)
@@ -68,12 +75,14 @@ def diagnosis(folder: str) -> str | None:
         return f"cannot read {os.path.join(folder, '.metadata')} ({error!r}): {_USE_ANOTHER}"
 
 
-def _misfits(wanted: Any, metadata: Any) -> Iterator[str]:
+def _misfits(wanted: Any, metadata: Any, strict: bool) -> Iterator[str]:
     stored = metadata.state_dict_metadata
     for tensor in nested_values(wanted):
         if not isinstance(tensor, ShardedTensor) or tensor.allow_shape_mismatch:
             continue
         shape, expected = getattr(stored.get(tensor.key), "size", None), tuple(tensor.global_shape)
+        if shape is None and not strict and _OF_OPTIMIZERS not in tensor.key:
+            continue
         if shape is None or tuple(shape) != expected:
             has = f"has the shape {tuple(shape)}" if shape is not None else "is not there"
             yield f"{tensor.key} {has} in the checkpoint, and {expected} in this run: {_advice(tensor.key)}"

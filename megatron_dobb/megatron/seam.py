@@ -17,6 +17,9 @@ from . import compat
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
 
+STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
+"""Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
+
 _active: DobbConfig | None = None
 _installed = False
 
@@ -215,9 +218,11 @@ def _keep_from_other_optimizers(base: Any) -> None:
 
 
 def _patch_checkpoints(module: ModuleType) -> None:
+    from megatron.core.dist_checkpointing.validation import parse_strict_flag
     from torch.distributed.checkpoint.api import CheckpointException  # not derived from Exception
 
-    load = compat.probe(module, "load", ("sharded_state_dict", "checkpoint_dir", "process_group"))
+    used = ("sharded_state_dict", "checkpoint_dir", "process_group", "validate_access_integrity", "strict")
+    load = compat.probe(module, "load", used)
     load_common = compat.probe(module, "load_common_state_dict", ("checkpoint_dir",))
     signature = inspect.signature(load)
 
@@ -226,8 +231,16 @@ def _patch_checkpoints(module: ModuleType) -> None:
         if active() is not None:
             from .preflight import check
 
-            given = signature.bind(*args, **kwargs).arguments
-            check(given["sharded_state_dict"], str(given["checkpoint_dir"]), given.get("process_group"))
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            check(
+                given["sharded_state_dict"],
+                str(given["checkpoint_dir"]),
+                given["process_group"],
+                together=given["validate_access_integrity"],  # only then is the load itself collective
+                strict=parse_strict_flag(given["strict"]).value in STRICT,
+            )
         return load(*args, **kwargs)
 
     @functools.wraps(load_common)

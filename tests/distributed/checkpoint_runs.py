@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from layout_runs import Layout, Run, start
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -70,6 +71,18 @@ def load(run: Run, path: Path) -> None:
     run.optimizer.load_state_dict(loaded["optimizer"])
 
 
+def blocks_written(run: Run) -> list[tuple[str, int]]:
+    """The keys and numbers of the blocks that this rank writes."""
+    return [
+        (tensor.key, tensor.global_offset[0] + number)
+        for optimizer in run.dobbs
+        for kind in optimizer._state_of_blocks().to_save().values()
+        for tensor in kind.values()
+        if is_main_replica(tensor.replica_id)
+        for number in range(tensor.local_shape[0])
+    ]
+
+
 def go_on(run: Run, first: int, end: int) -> list[float]:
     """Train on the global batches `first` to `end - 1`; returns their losses."""
     return [run.step(number) for number in range(first, end)]
@@ -84,7 +97,8 @@ def train_and_save(
     go_on(run, 0, saved_after)
     for sharding in FORMATS:
         save(run, path / sharding, sharding)
-    return {"saved": run.snapshot(), "losses": go_on(run, saved_after, end), "end": run.snapshot()}
+    result = {"saved": run.snapshot(), "written": blocks_written(run)}
+    return result | {"losses": go_on(run, saved_after, end), "end": run.snapshot()}
 
 
 def load_and_go_on(

@@ -5,6 +5,7 @@ how far the following steps, of which one refreshes, lead from the undisturbed r
 """
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -113,6 +114,20 @@ def mean_difference(found, expected):
         if weight.ndim == 2
     }
     return max(differences.values())
+
+
+@pytest.mark.parametrize("layout", dict.fromkeys(pair[0] for pair in PAIRS), ids=str)
+def test_every_block_is_written_by_exactly_one_rank(layout, folder):
+    saved = source(layout, folder)[1]
+    written = Counter(block for rank in saved for block in rank["written"])
+    state = merge([rank["saved"] for rank in saved])
+    kinds = {"moment": state.moments, "basis": state.bases}
+    assert written == Counter(
+        (f"optimizer.dobb.{kind}.{name}", number)
+        for kind, blocks_of in kinds.items()
+        for name, blocks in blocks_of.items()
+        for number in range(len(blocks))
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from megatron_dobb import DobbConfig
 from megatron_dobb.errors import CheckpointError
 from testbed import processes
 
-CONFIG = DobbConfig(blocks=4, refresh_interval=3, capture_sequences=10)
-PAIR = Layout(2, micro_batch=6)
-BUCKETS = Layout(2, micro_batch=6, bucket_size=20_000)
+CONFIG = DobbConfig(blocks=4, refresh_interval=3)
+PAIR = Layout(2, micro_batch=3)
+BUCKETS = Layout(2, micro_batch=3, bucket_size=20_000)
 TENSOR = Layout(2, tensor=2, micro_batch=12)
 EXPERTS = Layout(2, expert=2, experts=True, micro_batch=12)
 NO_EXPERT_PARALLELISM = Layout(2, experts=True, micro_batch=12)
@@ -46,6 +46,10 @@ def first_moments(run):
     }
 
 
+def size(folder):
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
 def exchange_with_adamw(layout, path):
     start(layout)
     stock = Run(layout, None)
@@ -67,6 +71,8 @@ def exchange_with_adamw(layout, path):
         results[sharding] = go_on(run, 2, 4)
         assert all(group.moment.any() for group in run.groups)
     save(run, path / "dobb", "fully_reshardable")
+    results["sizes"] = [size(path / name) for name in ("fully_reshardable", "dobb")]
+    results["blocks"] = sum(t.nbytes for group in run.groups for t in (group.moment, group.basis))
     with pytest.raises(CheckpointError) as raised:
         load(Run(layout, None), path / "dobb")
     return results | {"back": str(raised.value)}
@@ -77,6 +83,8 @@ def test_adamw_is_continued_by_dobb_only_when_asked_and_dobb_never_by_adamw(tmp_
     assert "--dobb-load-other-optimizer" in results["refused"]
     assert "--no-load-optim" in results["refused"]
     assert results[FORMATS[0]] == results[FORMATS[1]]
+    adamw, dobb = results["sizes"]
+    assert dobb < adamw + results["blocks"], "second moments of the gradients are not saved for weights on Dobb"
     assert "Dobb's" in results["back"]
     assert "--optimizer dobb" in results["back"]
     assert "--no-load-optim" in results["back"]
@@ -91,6 +99,7 @@ RELOADED = {
     "other types": replace(CONFIG, moment_dtype="bf16", basis_dtype="fp32"),
     "same blocks": replace(CONFIG, blocks=None, blocks_for={"*": 4}),
     "more on Dobb": CONFIG,
+    "other sequences": replace(CONFIG, capture_sequences=5),
 }
 
 
@@ -110,15 +119,11 @@ def load_with_other_blocks(path):
     results = {}
     for name, config in RELOADED.items():
         run = Run(PAIR, config)
-        try:
-            load(run, path / ("fewer" if name == "more on Dobb" else "all"))
-        except CheckpointError as error:
-            results[name] = str(error)
-            continue
+        load(run, path / ("fewer" if name == "more on Dobb" else "all"))
         loaded, asked = run.snapshot(), run.dobb.refresh_is_asked
-        attempted = run.dobb.attempted_steps
+        counters = run.dobb.attempted_steps, run.dobb.captures[0].sequences
         go_on(run, 2, 3)
-        results[name] = loaded, asked, attempted, run.snapshot()
+        results[name] = loaded, asked, counters, run.snapshot()
     return results
 
 
@@ -129,9 +134,9 @@ def reblocked(tmp_path_factory):
     ranks = processes.run(2, load_with_other_blocks, path)
     found = {}
     for name in RELOADED:
-        loaded, asked, attempted, later = zip(*(rank[name] for rank in ranks), strict=True)
-        assert len(set(asked)) == len(set(attempted)) == 1
-        found[name] = merge(loaded), asked[0], attempted[0], merge(later)
+        loaded, asked, counters, later = zip(*(rank[name] for rank in ranks), strict=True)
+        assert len(set(asked)) == len(set(counters)) == 1
+        found[name] = merge(loaded), asked[0], counters[0], merge(later)
     return saved, found
 
 
@@ -147,7 +152,7 @@ def is_identity(bases):
 
 def test_smaller_blocks_take_the_diagonal_of_the_saved_moments_and_refresh_at_once(reblocked):
     saved, found = reblocked
-    loaded, asked, attempted, later = found["8 blocks"]
+    loaded, asked, (attempted, _), later = found["8 blocks"]
     assert asked
     assert attempted == 2
     for name, moments in loaded.moments.items():
@@ -159,7 +164,7 @@ def test_smaller_blocks_take_the_diagonal_of_the_saved_moments_and_refresh_at_on
 
 def test_other_blocks_start_anew_and_refresh_at_once(reblocked):
     _, found = reblocked
-    loaded, asked, attempted, later = found["2 blocks"]
+    loaded, asked, (attempted, _), later = found["2 blocks"]
     assert asked
     assert attempted == 2
     assert all(not moments.any() for moments in loaded.moments.values())
@@ -194,6 +199,12 @@ def test_the_same_blocks_stated_otherwise_change_nothing(reblocked):
     loaded, asked, _, _ = found["same blocks"]
     assert not asked
     assert all(torch.equal(loaded.bases[name], saved.bases[name]) for name in saved.bases)
+
+
+def test_the_number_of_captured_sequences_settled_at_the_first_launch_stays_unless_stated(reblocked):
+    _, found = reblocked
+    assert found["same blocks"][2] == (2, TENSOR.micro_batch), "not the first global micro-batch of this layout"
+    assert found["other sequences"][2] == (2, 5)
 
 
 def test_other_types_of_storage_keep_the_values(reblocked):
