@@ -56,6 +56,7 @@ class DobbConfig:
         backend: what computes the update, the moment sums and the bases: `auto` takes the compiled extension where it
             is there, `extension` and `reference` (plain PyTorch) insist on one.
         precision: `exact` decides signs as fp32 products would, `bf16` may round the momentum and the basis first.
+        load_other_optimizer: continue Megatron's checkpoint of AdamW, whose first moments become the momentum.
 
     Raises:
         ConfigError: if a value is out of range or two settings contradict each other.
@@ -78,6 +79,7 @@ class DobbConfig:
     basis_dtype: str = "bf16"
     backend: Backend = "auto"
     precision: Precision = "exact"
+    load_other_optimizer: bool = False
 
     def __post_init__(self) -> None:
         self._settle_patterns()
@@ -123,8 +125,9 @@ class DobbConfig:
                 raise ConfigError(f"{flag(name)} {value} must be at least 0 and below 1; the usual value is 0.95")
         if not (_is_number(self.update_scale) and 0 < self.update_scale < math.inf):
             raise ConfigError(f"{flag('update_scale')} {self.update_scale} must be positive; the usual value is 0.2")
-        if not isinstance(self.nesterov, bool):
-            raise ConfigError(f"{flag('nesterov')} {self.nesterov!r} must be True or False")
+        for name in ("nesterov", "load_other_optimizer"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{flag(name)} {getattr(self, name)!r} must be True or False")
         self._check_choice("qr", QR_METHODS)
         self._check_choice("capture", CAPTURE_POLICIES)
         self._check_choice("moment_dtype", tuple(DTYPES))

@@ -27,3 +27,7 @@ class NonFiniteError(DobbError, ArithmeticError):
 
 class UnsupportedError(DobbError, RuntimeError):
     """An option, version or environment that Dobb does not work with."""
+
+
+class CheckpointError(DobbError, RuntimeError):
+    """A checkpoint cannot be written, or not continued by this run; nothing was loaded into it."""

@@ -393,7 +393,7 @@ class Dobb(torch.optim.Optimizer):
 
 
 def _read_settings(exclude: Exclude, settings: dict[str, Any]) -> tuple[DobbConfig, list[Predicate]]:
-    known = {field.name for field in dataclasses.fields(DobbConfig)} - {"exclude"}
+    known = {field.name for field in dataclasses.fields(DobbConfig)} - {"exclude", "load_other_optimizer"}
     unknown = sorted(settings.keys() - known)
     if unknown:
         raise TypeError(f"Dobb has no setting {', '.join(unknown)}; those of Dobb's own are {', '.join(sorted(known))}")

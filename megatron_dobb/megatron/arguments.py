@@ -67,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("basis-dtype", "Storage of the bases.", choices=tuple(DTYPES), default=default.basis_dtype)
     add("backend", "What computes update, moment sums and bases.", choices=BACKENDS, default=default.backend)
     add("precision", "How the signs of the coefficients are found.", choices=PRECISIONS, default=default.precision)
+    add(
+        "load-other-optimizer",
+        "Continue a checkpoint that AdamW wrote: its first moments become the momentum, the rest starts anew.",
+        action="store_true",
+    )
     return parser
 
 
@@ -241,17 +246,10 @@ REFUSALS = (
         "use --ckpt-format torch_dist",
     ),
     Refusal(
-        "with --save without --no-save-optim",
-        lambda args: bool(getattr(args, "save", None)) and not args.no_save_optim,
-        "this version does not write the moments and bases to checkpoints yet, and a checkpoint without them "
-        "would not resume the same run",
-        "add --no-save-optim to save the weights alone, or train without --save",
-    ),
-    Refusal(
-        "with --load without --no-load-optim",
-        lambda args: bool(getattr(args, "load", None)) and not (args.no_load_optim or args.finetune),
-        "this version does not read the moments and bases from checkpoints yet",
-        "add --no-load-optim to start from a checkpoint's weights with a fresh optimizer, or --finetune",
+        "with --non-persistent-ckpt-type local",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local",
+        "such checkpoints carry no content metadata, where Dobb's counters are",
+        "use --non-persistent-ckpt-type global",
     ),
 )
 

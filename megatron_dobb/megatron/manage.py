@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -11,7 +11,7 @@ from ..blocks import block_width
 from ..capture import Source
 from ..config import DobbConfig
 from .adapters import SEQUENCE_DIM, Adapter, Geometry, find, imported_class, matrix_of
-from .names import global_names, weight_names
+from .names import global_names, kind_of, weight_names
 
 __all__ = ["ChunkPlan", "ManagedWeight", "global_names", "manage"]
 
@@ -70,12 +70,19 @@ class ChunkPlan:
         managed: the weights on Dobb; one that several modules share appears once for each.
         adamw: number of parameters on AdamW and of their elements, for each reason.
         patterns_used: the user's name patterns that matched a weight here.
+        left_out: columns of the matrices, by name, that are on AdamW only because the settings say so.
     """
 
     root: nn.Module
     managed: list[ManagedWeight] = field(default_factory=list)
     adamw: Counter[tuple[str, str]] = field(default_factory=Counter)
     patterns_used: set[str] = field(default_factory=set)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def kinds_on_adamw(self) -> set[str]:
+        """Names of the parameters on AdamW, without the numbers of their layers and experts."""
+        ours = {weight.name for weight in self.managed}
+        return {kind_of(name) for name in weight_names(self.root).values() if name not in ours}
 
 
 @dataclass(frozen=True)
@@ -179,13 +186,20 @@ def _why_not(matrix: _Matrix, config: DobbConfig, plan: ChunkPlan) -> str | None
     if getattr(matrix.module, "is_expert", False) and matrix.moe is None:
         return "expert outside of a MoE layer"
     plan.patterns_used |= config.patterns_matching(matrix.name)
-    if config.excluded(matrix.name):
-        return "excluded by --dobb-exclude"
     columns, asked = matrix.adapter.geometry(matrix.module).columns, config.blocks_of(matrix.name)
-    if columns < (asked.get("blocks") or asked.get("width") or 0):
+    if config.excluded(matrix.name):
+        plan.left_out[matrix.name] = columns
+        return "excluded by --dobb-exclude"
+    if fewer_columns_than_blocks(columns, asked):
         # Low-rank adapters (LoRA) are such. An error would stop a run for matrices that hardly matter.
+        plan.left_out[matrix.name] = columns
         return "fewer input features than blocks (--dobb-blocks-for can give them their own count)"
     return None
+
+
+def fewer_columns_than_blocks(columns: int, asked: Mapping[str, int | None]) -> bool:
+    """Whether a weight is too narrow for the blocks that `DobbConfig.blocks_of` asks for."""
+    return columns < (asked.get("blocks") or asked.get("width") or 0)
 
 
 def _shape_reason(parameter: nn.Parameter) -> str:

@@ -1,8 +1,11 @@
 """What a run says of the whole model at its start, and when a refresh left blocks alone."""
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
-from ..exchange import RefreshCounts
+from ..exchange import RefreshCounts, RefreshGroup
+from .checkpoint import Report
 
 
 def say(text: str) -> None:
@@ -31,3 +34,27 @@ def log_refresh(step: int, counts: RefreshCounts, total: RefreshCounts) -> None:
             f"{total.skipped} and {total.fallbacks} since the start",
             flush=True,
         )
+
+
+def log_load(groups: Sequence[RefreshGroup], report: Report | None) -> None:
+    """Say which moments and bases a load did not take over as they were saved.
+
+    Args:
+        groups: of this rank; the first rank of each speaks for it.
+        report: of the load; None if another optimizer wrote the checkpoint.
+    """
+    if report is None:
+        say("dobb: moments and bases start anew, and the next step refreshes them")
+        return
+    spoken_for = {weight.key for group in groups if group.rank == 0 for weight in group.weights}
+    for names, what in (
+        (report.cut, "had wider blocks: their moments are cut out of those, and their bases"),
+        (report.restarted, "had blocks that theirs cannot be cut from, or none: moments and bases"),
+    ):
+        mine = sorted(names & spoken_for)
+        if mine:
+            print(
+                f"dobb: rank {dist.get_rank()}: {len(mine)} weights ({mine[0]}, ...) of the checkpoint {what} start "
+                "anew on the next step, which refreshes them",
+                flush=True,
+            )

@@ -8,6 +8,7 @@ from torch import nn
 _LAYER = re.compile(r"(.*\blayers)\.\d+$")
 _EXPERT = re.compile(r"(.*\blocal_experts)\.(\d+)$")
 _EXPERT_WEIGHT = re.compile(r"(weight)(\d+)$")
+_NUMBER = re.compile(r"\d+")
 
 
 def global_names(root: nn.Module) -> dict[str, str]:
@@ -43,6 +44,11 @@ def weight_names(root: nn.Module) -> dict[tuple[str, str], str]:
             name = f"{numbered[1]}{int(numbered[2]) + offsets[path]}" if numbered else own
             names[path, own] = f"{renamed[path]}.{name}" if renamed[path] else name
     return names
+
+
+def kind_of(name: str) -> str:
+    """What all layers and experts call a weight: its name without numbers."""
+    return _NUMBER.sub("*", name)
 
 
 def _first_experts(root: nn.Module) -> dict[str, int]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from .. import ops, reference
@@ -16,16 +15,15 @@ from ..capture import Capture
 from ..config import DTYPES, DobbConfig
 from ..errors import ConfigError
 from ..exchange import HeldWeight, RefreshCounts, RefreshGroup
-from .arguments import OPTIMIZER
 from .groups import MomentGroups, Ranks
 from .manage import ChunkPlan, ManagedWeight
 from .messages import log_refresh, log_whole_model
+from .resumable import MOMENTUM, ResumableOptimizer, is_dobb
 
-GROUPS_ATTRIBUTE = "dobb_moment_groups"
-MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
+GROUPS_ATTRIBUTE, KINDS_ATTRIBUTE = "dobb_moment_groups", "dobb_kinds_on_adamw"
 
 
-class DobbDistributedOptimizer(DistributedOptimizer):
+class DobbDistributedOptimizer(ResumableOptimizer):
     """ZeRO-1 with Dobb.
 
     The param groups whose `optimizer` is `dobb` are updated here, shard by shard and without communication; the
@@ -46,18 +44,21 @@ class DobbDistributedOptimizer(DistributedOptimizer):
     ) -> None:
         self.dobb: DobbConfig = config.dobb
         self.attempted_steps = 0
+        self.refresh_is_asked = False
         self.refresh_counts = RefreshCounts()
-        self.captures: list[Capture] = []
+        self.captures = []
         self._pending: ops.Pending = []
-        self.refresh_groups: list[RefreshGroup] = []
-        self.segments: list[list[reference.Segment]] = []
-        self.shards: list[list[torch.nn.Parameter]] = []
+        self.refresh_groups = []
+        self.segments = []
+        self.shards = []
+        self.managed = {}
         plans: list[ChunkPlan] = [chunk.dobb_plan for chunk in model_chunks]
         groups = optimizer.param_groups if optimizer is not None else []
         self.is_expert = any(group["is_expert_parallel"] for group in groups)
-        mine = {id(p) for group in groups if _is_dobb(group) for p in group["params"]}
+        mine = {id(p) for group in groups if is_dobb(group) for p in group["params"]}
         plans_of_mine = [[w for w in plan.managed if id(w.parameter) in mine] for plan in plans]
         moment_groups = self._moment_groups(model_chunks[0], plans)
+        self.kinds_on_adamw = getattr(model_chunks[0], KINDS_ATTRIBUTE)
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, **kwargs)
         if self.is_stub_optimizer:
             return
@@ -72,12 +73,16 @@ class DobbDistributedOptimizer(DistributedOptimizer):
         groups there. So nothing depends on which ranks have experts.
         """
         if getattr(chunk, GROUPS_ATTRIBUTE, None) is None:
-            self._check_whole_model(chunk, plans)
+            setattr(chunk, KINDS_ATTRIBUTE, self._check_whole_model(chunk, plans))
             setattr(chunk, GROUPS_ATTRIBUTE, MomentGroups.create(chunk, plans))
         return getattr(chunk, GROUPS_ATTRIBUTE)
 
-    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> None:
-        """Check, over all ranks, that Dobb has something to do and that every name pattern names something."""
+    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> set[str]:
+        """Check, over all ranks, that Dobb has something to do and that every name pattern names something.
+
+        Returns:
+            See `ChunkPlan.kinds_on_adamw`: of the whole model.
+        """
         weights = {weight.name: weight for plan in plans for weight in plan.managed}.values()
         patterns = set().union(*(plan.patterns_used for plan in plans))
         stage, expert_rank = chunk.pp_group.rank(), chunk.ep_group.rank()
@@ -87,9 +92,10 @@ class DobbDistributedOptimizer(DistributedOptimizer):
             (stage, expert_rank): _size([weight for weight in weights if weight.is_expert_parallel]),
         }
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (patterns, mine))
-        self.dobb.check_patterns_used(set().union(*(used for used, _ in everyone)))
-        sizes = {key: size for _, theirs in everyone for key, size in theirs.items()}.values()
+        kinds = set().union(*(plan.kinds_on_adamw() for plan in plans))
+        dist.all_gather_object(everyone, (patterns, mine, kinds))
+        self.dobb.check_patterns_used(set().union(*(used for used, _, _ in everyone)))
+        sizes = {key: size for _, theirs, _ in everyone for key, size in theirs.items()}.values()
         matrices = sum(count for count, _ in sizes)
         if matrices:
             log_whole_model(matrices, sum(elements for _, elements in sizes))
@@ -102,6 +108,7 @@ class DobbDistributedOptimizer(DistributedOptimizer):
                 + "; ".join(f"{n} parameters: {reason}" for reason, n in reasons.items())
                 + ". Use --optimizer adam, or fewer --dobb-exclude patterns"
             )
+        return set().union(*(theirs for _, _, theirs in everyone))
 
     def _build(
         self,
@@ -111,6 +118,7 @@ class DobbDistributedOptimizer(DistributedOptimizer):
     ) -> None:
         shard_of = self._shards_of_managed({id(w.parameter): w for weights in mine for w in weights})
         unique = {weight.name: weight for weights in mine for weight in weights}
+        self.managed, self.moment_ranks = unique, moment_groups.ranks_of
         members: dict[tuple[Ranks, int], list[HeldWeight]] = {}
         for name, weight in unique.items():
             shard = shard_of.get(name)
@@ -152,7 +160,7 @@ class DobbDistributedOptimizer(DistributedOptimizer):
     def _managed_pairs(self) -> Iterator[tuple[int, torch.nn.Parameter, torch.nn.Parameter]]:
         """Param group index, model parameter and this rank's fp32 shard of every parameter on Dobb."""
         for index, group in enumerate(self.optimizer.param_groups):
-            if not _is_dobb(group):
+            if not is_dobb(group):
                 continue
             yield from (
                 (index, model, shard)
@@ -199,7 +207,10 @@ class DobbDistributedOptimizer(DistributedOptimizer):
 
     def _begin_step(self) -> None:
         for capture in self.captures:
-            capture.begin(armed=self.dobb.refresh_due(self.attempted_steps))
+            capture.begin(armed=self._refresh_is_due())
+
+    def _refresh_is_due(self) -> bool:
+        return self.refresh_is_asked or self.dobb.refresh_due(self.attempted_steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Megatron's zero_grad; also starts the captures of the coming step (again, when Megatron reruns one)."""
@@ -210,8 +221,9 @@ class DobbDistributedOptimizer(DistributedOptimizer):
     def prepare_grads(self) -> bool:
         """Refresh the bases if this step is due, whatever becomes of its gradients, then Megatron's own work."""
         if not self.is_stub_optimizer:
-            if self.dobb.refresh_due(self.attempted_steps):
+            if self._refresh_is_due():
                 self._refresh()
+                self.refresh_is_asked = False
             self.attempted_steps += 1
             self._begin_step()
         return super().prepare_grads()
@@ -270,15 +282,11 @@ class DobbDistributedOptimizer(DistributedOptimizer):
     @contextlib.contextmanager
     def _only_adamw_groups(self) -> Iterator[None]:
         groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [group for group in groups if not _is_dobb(group)]
+        self.optimizer.param_groups = [group for group in groups if not is_dobb(group)]
         try:
             yield
         finally:
             self.optimizer.param_groups = groups
-
-
-def _is_dobb(group: dict[str, Any]) -> bool:
-    return group.get("optimizer") == OPTIMIZER
 
 
 def _size(weights: Sequence[ManagedWeight]) -> tuple[int, int]:

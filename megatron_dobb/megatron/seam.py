@@ -4,17 +4,21 @@ While no run asks for Dobb, every patched function passes its arguments through 
 """
 
 import functools
+import inspect
 import logging
 from types import ModuleType
 from typing import Any
 
 from .. import layout
 from ..config import DobbConfig
-from ..errors import UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 from ..postimport import after_import
 from . import compat
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
+
+STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
+"""Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
 
 _active: DobbConfig | None = None
 _installed = False
@@ -32,6 +36,7 @@ def install() -> None:
     _installed = True
     after_import("megatron.core.optimizer.distrib_optimizer", _patch_layout)
     after_import("megatron.core.optimizer", _patch_optimizer_factory)
+    after_import("megatron.core.dist_checkpointing", _patch_checkpoints)
     after_import("megatron.core.distributed.distributed_data_parallel", _patch_ddp)
     after_import("megatron.training.arguments", _patch_arguments)
     after_import("megatron.training.training", _patch_training)
@@ -190,6 +195,68 @@ def _patch_layout(module: ModuleType) -> None:
         return ours
 
     base._compute_per_buffer_param_layout = staticmethod(_compute_per_buffer_param_layout)
+    _keep_from_other_optimizers(base)
+
+
+def _keep_from_other_optimizers(base: Any) -> None:
+    """Let Megatron's own optimizers refuse Dobb's checkpoints, whose param groups and state they would mistake."""
+    original = compat.probe(base, "sharded_state_dict", ("model_sharded_state_dict", "is_loading", "metadata"))
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        facts = (given.get("metadata") or {}).get(OPTIMIZER)
+        if given.get("is_loading") and facts is not None and getattr(self.config, "dobb", None) is None:
+            raise CheckpointError(
+                "the checkpoint's optimizer state is Dobb's: continue it with --optimizer dobb, or start "
+                f"--optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
+            )
+        return original(self, *args, **kwargs)
+
+    base.sharded_state_dict = sharded_state_dict
+
+
+def _patch_checkpoints(module: ModuleType) -> None:
+    from megatron.core.dist_checkpointing.validation import parse_strict_flag
+    from torch.distributed.checkpoint.api import CheckpointException  # not derived from Exception
+
+    used = ("sharded_state_dict", "checkpoint_dir", "process_group", "validate_access_integrity", "strict")
+    load = compat.probe(module, "load", used)
+    load_common = compat.probe(module, "load_common_state_dict", ("checkpoint_dir",))
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def checked_load(*args: Any, **kwargs: Any) -> Any:
+        if active() is not None:
+            from .preflight import check
+
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            check(
+                given["sharded_state_dict"],
+                str(given["checkpoint_dir"]),
+                given["process_group"],
+                together=given["validate_access_integrity"],  # only then is the load itself collective
+                strict=parse_strict_flag(given["strict"]).value in STRICT,
+            )
+        return load(*args, **kwargs)
+
+    @functools.wraps(load_common)
+    def load_common_state_dict(checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load_common(checkpoint_dir, *args, **kwargs)
+        except (Exception, CheckpointException) as error:
+            from .preflight import diagnosis
+
+            reason = diagnosis(str(checkpoint_dir)) if active() is not None else None
+            if reason is None:
+                raise
+            raise CheckpointError(reason) from error
+
+    module.load = checked_load  # type: ignore[attr-defined]
+    module.load_common_state_dict = load_common_state_dict  # type: ignore[attr-defined]
 
 
 def _patch_optimizer_factory(module: ModuleType) -> None:

@@ -49,6 +49,7 @@ FLAGS = {
     "basis_dtype": (["fp32"], "fp32"),
     "backend": (["reference"], "reference"),
     "precision": (["bf16"], "bf16"),
+    "load_other_optimizer": ([], True),
 }
 """For each setting, words of a command line and the value that they mean."""
 
@@ -78,8 +79,7 @@ REFUSED = {
     "with --use-mup": ["--use-mup"],
     "with --use-transformer-engine-op-fuser": ["--use-transformer-engine-op-fuser"],
     "with --ckpt-format other than torch_dist": ["--save", "out", "--ckpt-format", "torch"],
-    "with --save without --no-save-optim": ["--save", "out"],
-    "with --load without --no-load-optim": ["--load", "out"],
+    "with --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type", "local"],
 }
 """For each refusal, words of a command line that call it up."""
 
@@ -248,6 +248,8 @@ def test_what_a_refusal_proposes_instead_is_an_option_of_megatron(refusal, megat
     "words",
     [
         [],
+        ["--save", "out", "--load", "out"],
+        ["--save", "out", "--dist-ckpt-optim-fully-reshardable", "--async-save"],
         ["--save", "out", "--no-save-optim"],
         ["--load", "out", "--no-load-optim"],
         ["--load", "out", "--finetune"],

@@ -27,6 +27,7 @@ PRINCIPAL_CONFIGURATION = {
     "basis_dtype": "bf16",
     "backend": "auto",
     "precision": "exact",
+    "load_other_optimizer": False,
 }
 """The paper's headline run; momentum, moment beta and what the paper does not name are this
 project's choices."""
@@ -53,6 +54,7 @@ BAD_VALUES = {
     "basis_dtype": (["fp16", *CHOICES], "fp32, bf16"),
     "backend": (["cuda", *CHOICES], "auto, extension, reference"),
     "precision": (["fp32", *CHOICES], "exact, bf16"),
+    "load_other_optimizer": (["yes", 1, None], "True or False"),
 }
 """For each setting, values that are refused and the part of the message that says what works."""
 
@@ -74,6 +76,7 @@ GOOD_VALUES = {
     "basis_dtype": ["fp32", "bf16"],
     "backend": ["auto", "extension", "reference"],
     "precision": ["exact", "bf16"],
+    "load_other_optimizer": [True, False],
 }
 
 

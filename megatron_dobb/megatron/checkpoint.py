@@ -1,0 +1,252 @@
+"""What of Dobb goes into Megatron's distributed checkpoints, and comes back on any layout.
+
+The moments and the bases are sharded tensors `optimizer.dobb.moment.NAME` and `optimizer.dobb.basis.NAME`, of the
+global shape `[B, b, b]`, where NAME is the weight's name in the whole model. Neither names nor block numbers depend
+on the layout. Everything else that a reader has to know is in `Saved`, plain numbers and texts in Megatron's content
+metadata, which is read before anything is asked of the checkpoint.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from ..config import DTYPES, DobbConfig
+from ..errors import CheckpointError
+from ..exchange import RefreshGroup
+from ..owners import Block
+from .manage import fewer_columns_than_blocks
+
+FORMAT_VERSION = 1
+METADATA = "dobb"  # of Megatron's content metadata
+MOMENT, BASIS = "moment", "basis"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of the run that wrote it, the same on every rank.
+
+    Attributes:
+        version: of the format.
+        blocks, block_width, blocks_for, exclude: the settings that decide which weights had which blocks.
+        moment_dtype, basis_dtype: what the moments and bases are stored in.
+        attempted_steps: steps so far, skipped ones included; the schedule of refreshes counts them.
+        capture_sequences: how many sequences feed the moments; None for all, or not settled yet.
+        experts_apart: whether Megatron kept the experts in an optimizer of their own.
+    """
+
+    blocks: int | None
+    block_width: int | None
+    blocks_for: Mapping[str, int]
+    exclude: Sequence[str]
+    moment_dtype: str
+    basis_dtype: str
+    attempted_steps: int
+    capture_sequences: int | None
+    experts_apart: bool
+    version: int = FORMAT_VERSION
+
+    @classmethod
+    def of(cls, config: DobbConfig, **others: Any) -> "Saved":
+        """The facts of a run with these settings."""
+        assert not isinstance(config.blocks, Mapping)
+        return cls(
+            config.blocks,
+            config.block_width,
+            dict(config.blocks_for),
+            list(config.exclude),
+            config.moment_dtype,
+            config.basis_dtype,
+            **others,
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """The facts as numbers, texts, lists and dictionaries."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Any]) -> "Saved | None":
+        """The facts in a checkpoint's content metadata; None if its optimizer was not Dobb.
+
+        Raises:
+            CheckpointError: if the facts are of a newer version, or not complete.
+        """
+        plain = metadata.get(METADATA)
+        if plain is None:
+            return None
+        version = plain.get("version") if isinstance(plain, Mapping) else None
+        if not isinstance(version, int) or version < 1:
+            raise CheckpointError(f"the checkpoint's facts on Dobb are damaged: {plain!r} has no version; use another")
+        if version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"the checkpoint's state of Dobb is of version {version}, and this megatron_dobb reads up to version "
+                f"{FORMAT_VERSION}: install the megatron_dobb that wrote it, or a newer one"
+            )
+        try:
+            return cls(**plain)
+        except TypeError as error:
+            raise CheckpointError(f"the checkpoint's facts on Dobb are damaged ({error}); use another") from error
+
+    def width(self, name: str, columns: int) -> int | None:
+        """The width that a weight's blocks had; None if it was not on Dobb."""
+        config = DobbConfig(
+            blocks=self.blocks, block_width=self.block_width, blocks_for=self.blocks_for, exclude=tuple(self.exclude)
+        )
+        asked = config.blocks_of(name)
+        if config.excluded(name) or fewer_columns_than_blocks(columns, asked):
+            return None
+        width = asked.get("width") or columns // (asked.get("blocks") or 1)
+        return width if columns % width == 0 else None
+
+
+@dataclass(frozen=True)
+class WeightInModel:
+    """Where the blocks that a rank has of a weight lie in the whole model.
+
+    Attributes:
+        columns: of the whole weight.
+        first_block: number, in the whole weight, of the rank's block 0.
+        copy: 0 if nobody else keeps these blocks, or this rank is the first of the tensor-parallel ranks that keep
+            equal ones; those write the checkpoint.
+    """
+
+    columns: int
+    first_block: int
+    copy: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive blocks of one weight: `count` entries from `place` on in a rank's tensor, block `first` first."""
+
+    name: str
+    place: int
+    first: int
+    count: int
+
+
+@dataclass
+class Report:
+    """What a load did not take over as it was: names of weights."""
+
+    cut: set[str]
+    restarted: set[str]
+
+
+class StateOfBlocks:
+    """The moments and bases that a rank keeps, as parts of the whole model's.
+
+    Args:
+        groups: of the rank's optimizer.
+        weights: where their blocks lie, by name.
+    """
+
+    def __init__(self, groups: Sequence[RefreshGroup], weights: Mapping[str, WeightInModel]) -> None:
+        self.groups = groups
+        self.weights = weights
+
+    def to_save(self) -> dict[str, dict[str, ShardedTensor]]:
+        """Every block's moment and basis, from its owner."""
+        state: dict[str, dict[str, ShardedTensor]] = {MOMENT: {}, BASIS: {}}
+        for group in self.groups:
+            held = {block: place for place, block in enumerate(group.held)}
+            for run in runs(group.owned):
+                moment = group.moment[run.place : run.place + run.count]
+                place = held[run.name, run.first]
+                basis = group.basis[place : place + run.count]
+                for kind, blocks in ((MOMENT, moment), (BASIS, basis)):
+                    first = self.weights[run.name].first_block + run.first
+                    state[kind][_entry(run)] = self._sharded(kind, run, group.width, blocks, first, 0)
+        return state
+
+    def to_load(self, saved: Saved) -> dict[str, dict[str, ShardedTensor]]:
+        """Room for what this rank wants of a checkpoint, in the types that it is stored in."""
+        state: dict[str, dict[str, ShardedTensor]] = {MOMENT: {}, BASIS: {}}
+        for group, kind, run, saved_width in self._wanted(saved):
+            dtype = DTYPES[saved.moment_dtype if kind == MOMENT else saved.basis_dtype]
+            first, count = self._stored_blocks(group, run, saved_width)
+            room = torch.empty(count, saved_width, saved_width, dtype=dtype, device="cpu")
+            reader = 0 if kind == MOMENT else group.rank
+            state[kind][_entry(run)] = self._sharded(kind, run, saved_width, room, first, reader)
+        return state
+
+    def take(self, loaded: Mapping[str, Mapping[str, Tensor]], saved: Saved) -> Report:
+        """Take over what `to_load` asked for; everything else starts anew."""
+        report = Report(set(), set())
+        self.restart()
+        for group, kind, run, saved_width in self._wanted(saved):
+            blocks = loaded[kind][_entry(run)]
+            target = group.moment if kind == MOMENT else group.basis
+            if saved_width == group.width:
+                target[run.place : run.place + run.count] = blocks
+                continue
+            first, _ = self._stored_blocks(group, run, saved_width)
+            for number in range(run.count):
+                column = (self.weights[run.name].first_block + run.first + number) * group.width
+                inside = column % saved_width
+                part = slice(inside, inside + group.width)
+                target[run.place + number] = blocks[column // saved_width - first][part, part]
+        for group in self.groups:
+            for weight in group.weights:
+                readable = self._readable_width(group, weight.key, saved)
+                if readable is None:
+                    report.restarted.add(weight.key)
+                elif readable != group.width:
+                    report.cut.add(weight.key)
+        return report
+
+    def restart(self) -> None:
+        """Moments of zero and bases of the identity, as at the start of a run."""
+        for group in self.groups:
+            group.moment.zero_()
+            group.basis.copy_(torch.eye(group.width, dtype=group.basis.dtype, device=group.basis.device))
+
+    def _wanted(self, saved: Saved) -> Iterator[tuple[RefreshGroup, str, Run, int]]:
+        """What to read, and the width that it was saved in."""
+        for group in self.groups:
+            for kind, blocks in ((MOMENT, group.owned), (BASIS, group.held)):
+                for run in runs(blocks):
+                    saved_width = self._readable_width(group, run.name, saved)
+                    # The bases of wider blocks say nothing of parts of them: they start anew from their moments.
+                    if saved_width is not None and (kind == MOMENT or saved_width == group.width):
+                        yield group, kind, run, saved_width
+
+    def _readable_width(self, group: RefreshGroup, name: str, saved: Saved) -> int | None:
+        width = saved.width(name, self.weights[name].columns)
+        return width if width is not None and width % group.width == 0 else None
+
+    def _stored_blocks(self, group: RefreshGroup, run: Run, saved_width: int) -> tuple[int, int]:
+        """The first and the number of the saved blocks that contain a run of this rank's blocks."""
+        start = (self.weights[run.name].first_block + run.first) * group.width
+        first, last = start // saved_width, (start + run.count * group.width - 1) // saved_width
+        return first, last - first + 1
+
+    def _sharded(self, kind: str, run: Run, width: int, blocks: Tensor, first: int, reader: int) -> ShardedTensor:
+        weight = self.weights[run.name]
+        return ShardedTensor(
+            f"optimizer.dobb.{kind}.{run.name}",
+            blocks,
+            blocks.dtype,
+            tuple(blocks.shape),
+            (weight.columns // width, width, width),
+            (first, 0, 0),
+            None,  # ranks have different numbers of blocks
+            replica_id=(0, weight.copy, reader),
+        )
+
+
+def runs(blocks: Sequence[Block]) -> Iterator[Run]:
+    """Group blocks, ascending, into runs of consecutive ones of a weight."""
+    start = 0
+    for place in range(1, len(blocks) + 1):
+        name, number = blocks[place - 1]
+        if place == len(blocks) or blocks[place] != (name, number + 1):
+            yield Run(name, start, blocks[start][1], place - start)
+            start = place
+
+
+def _entry(run: Run) -> str:
+    return f"{run.name}/{run.first}"
