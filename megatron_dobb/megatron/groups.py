@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .manage import ChunkPlan
@@ -44,7 +46,7 @@ class MomentGroups:
                 ranks_of[weight.name] = over_tensor_parallel
             else:
                 ranks_of[weight.name] = same_tokens
-        return cls(ranks_of, create_groups(list(ranks_of.values())))
+        return cls(ranks_of, create_groups(list(ranks_of.values()), timeout_of(chunk.dp_cp_group)))
 
 
 def token_ranks(tokens_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup) -> tuple[Ranks, Ranks]:
@@ -65,16 +67,26 @@ def token_ranks(tokens_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup
     return mine, tuple(sorted({rank for peer in peers for rank in everyone[peer]}))
 
 
-def create_groups(wanted: Sequence[Ranks]) -> dict[Ranks, dist.ProcessGroup | None]:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the collectives of a group may take: what `--distributed-timeout-minutes` gave Megatron's groups."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    return group._get_backend(device).options._timeout
+
+
+def create_groups(wanted: Sequence[Ranks], timeout: timedelta | None = None) -> dict[Ranks, dist.ProcessGroup | None]:
     """New process groups for the rank sets that this rank wants. Collective over all ranks of the job.
 
     A set of one rank needs no group and maps to None.
+
+    Args:
+        wanted: sets of global ranks.
+        timeout: of the groups' collectives; torch's default unless given.
     """
     everyone: list[list[Ranks]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, sorted(set(wanted)))
     groups: dict[Ranks, dist.ProcessGroup | None] = {}
     for ranks in sorted({ranks for theirs in everyone for ranks in theirs}):
-        group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        group = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
         if dist.get_rank() in ranks:
             groups[ranks] = group  # type: ignore[assignment]  # only ranks outside it get a placeholder
     return groups

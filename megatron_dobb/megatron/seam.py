@@ -259,6 +259,22 @@ def _patch_checkpoints(module: ModuleType) -> None:
     module.load_common_state_dict = load_common_state_dict  # type: ignore[attr-defined]
 
 
+def _check_wrapped_alike(model_chunks: Any, config: Any) -> None:
+    """Scripts that build a config of their own can ask for Dobb at one of two places and forget the other."""
+    wanted = getattr(config, "dobb", None) is not None
+    wrapped = [getattr(chunk, "dobb_plan", None) is not None for chunk in model_chunks]
+    if wanted and not all(wrapped):
+        raise UnsupportedError(
+            "OptimizerConfig.dobb is set, but the model was wrapped in DistributedDataParallel without Dobb, so its "
+            "buffers are not aligned: call megatron_dobb.megatron.seam.configure(config) before the model is wrapped"
+        )
+    if not wanted and any(wrapped):
+        raise UnsupportedError(
+            "the model was wrapped in DistributedDataParallel for Dobb, but OptimizerConfig.dobb is not set: set it to "
+            "the same DobbConfig, or wrap the model after megatron_dobb.megatron.seam.configure(None)"
+        )
+
+
 def _patch_optimizer_factory(module: ModuleType) -> None:
     groups = compat.probe(module, "_get_param_groups", ("model_chunks", "config", "config_overrides"))
     build = compat.probe(module, "_get_megatron_optimizer_based_on_param_groups", ("config", "param_groups"))
@@ -266,6 +282,7 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 
     @functools.wraps(groups)
     def _get_param_groups(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
+        _check_wrapped_alike(model_chunks, config)
         if getattr(config, "dobb", None) is None:
             return groups(model_chunks, config, config_overrides)
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate

@@ -1,10 +1,17 @@
 """Settings and layouts that cannot work are refused on every rank, by name, before training starts."""
 
+import re
+from datetime import timedelta
+
 import torch.distributed as dist
 from layout_runs import Layout, Run, global_batch, start
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import BlockError, ConfigError, LayoutError, UnsupportedError
+from megatron_dobb.megatron import seam
+from megatron_dobb.megatron.groups import timeout_of
 from testbed import gpt, processes
 
 ONE, TENSOR_PARALLEL = Layout(micro_batch=24), Layout(2, tensor=2, micro_batch=24)
@@ -84,3 +91,34 @@ def test_ranks_with_different_settings_are_refused_instead_of_hanging():
 def test_optimizer_without_the_distributed_optimizer_is_refused():
     errors = errors_of(ONE, DobbConfig(blocks=4), use_distributed_optimizer=False)
     assert_raised(errors, UnsupportedError, "use_distributed_optimizer=True")
+
+
+def test_a_model_wrapped_for_dobb_gets_no_other_optimizer_and_dobb_no_other_model():
+    def build(wrapped_for, optimizer_for):
+        start(ONE)
+        seam.configure(wrapped_for)
+        model = gpt.build()
+        config = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True)
+        config.dobb = optimizer_for
+        try:
+            get_megatron_optimizer(config, [model])
+        except Exception as error:
+            return error
+        raise AssertionError("built without an error")
+
+    dobb = DobbConfig(blocks=4)
+    for settings, text in (
+        ((dobb, None), "OptimizerConfig.dobb is not set"),
+        ((None, dobb), "wrapped .* without Dobb"),
+    ):
+        (error,) = processes.run(1, build, *settings)
+        assert type(error) is UnsupportedError
+        assert re.search(text, str(error))
+
+
+def test_collectives_of_moments_have_the_timeout_that_megatron_was_given():
+    def timeouts():
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=3)
+        return {timeout_of(group.group) for group in Run(Layout(2, micro_batch=12), DobbConfig(blocks=4)).groups}
+
+    assert processes.run(2, timeouts) == [{timedelta(minutes=3)}] * 2

@@ -3,6 +3,7 @@
 import functools
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -17,10 +18,10 @@ STEPS, KILLS = 40, 20
 RESHARDABLE = {"dp_reshardable": [], "fully_reshardable": ["--dist-ckpt-optim-fully-reshardable"]}
 
 
-def words(folder, sharding):
+def words(folder, sharding, steps=STEPS):
     return [
         *DOBB,
-        *("--global-batch-size", "4", "--train-iters", str(STEPS), "--lr-decay-style", "constant"),
+        *("--global-batch-size", "4", "--train-iters", str(steps), "--lr-decay-style", "constant"),
         *("--eval-interval", "1000", "--eval-iters", "0"),
         *("--ckpt-format", "torch_dist", "--save-interval", "2", "--save", str(folder), "--load", str(folder)),
         *RESHARDABLE[sharding],
@@ -78,8 +79,12 @@ def test_a_training_whose_ranks_are_killed_ends_with_the_weights_of_the_undistur
                 raise
             kills += 1
     assert kills == KILLS // 2
-    for rank, expected in zip(finished, undisturbed(sharding), strict=True):
-        assert rank.steps[-1].iteration == STEPS
+    assert_as_undisturbed(finished, undisturbed(sharding))
+
+
+def assert_as_undisturbed(finished, ranks):
+    for rank, expected in zip(finished, ranks, strict=True):
+        assert rank.steps[-1].iteration == expected.steps[-1].iteration
         assert rank.losses == expected.losses[-len(rank.losses) :]
         assert rank.attempted_steps == expected.attempted_steps
         for name, weight in expected.weights.items():
@@ -87,3 +92,42 @@ def test_a_training_whose_ranks_are_killed_ends_with_the_weights_of_the_undistur
         for kind, tensors in expected.state.items():
             for name, tensor in tensors.items():
                 assert torch.equal(rank.state[kind][name], tensor), (kind, name)
+
+
+@pytest.mark.parametrize("sharding", RESHARDABLE)
+def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it_to_resume_from(sharding, tmp_path):
+    """A limit on the size of files stands for the full disk."""
+
+    def fill_up_before_the_second_save(job):
+        step, taken = job.optimizer.step, 0
+
+        def counted():
+            nonlocal taken
+            taken += 1
+            if taken == 3:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+            return step()
+
+        job.optimizer.step = counted
+
+    once = words(tmp_path / "once", sharding, 6)
+    expected = train(once)
+    again = words(tmp_path / "again", sharding, 6)
+    with pytest.raises(RankError, match="File too large"):
+        train(again, prepare=fill_up_before_the_second_save)
+    assert (tmp_path / "again" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    resumed = train(again)
+    assert [step.iteration for step in resumed[0].steps] == [3, 4, 5, 6]
+    assert_as_undisturbed(resumed, expected)
+
+
+def test_a_directory_that_cannot_be_written_stops_the_run_by_name_and_leaves_the_checkpoint_alone(tmp_path):
+    good, file = words(tmp_path / "good", "dp_reshardable", 4), tmp_path / "file"
+    expected = train(good)
+    file.write_text("in the way")
+    with pytest.raises(RankError, match=str(file)):
+        train([*good, "--ckpt-step", "2", "--save", str(file / "below")])
+    resumed = train([*good, "--ckpt-step", "2"])
+    assert [step.iteration for step in resumed[0].steps] == [3, 4]
+    assert_as_undisturbed(resumed, expected)
