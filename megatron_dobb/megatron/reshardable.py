@@ -204,8 +204,8 @@ class ReshardableOptimizer(DistributedOptimizer):
                 continue
             weight = parameter.detach().flatten()[shard].float()
             master = state[number]["param"].flatten()[shard].to(weight)
-            rounding = torch.finfo(parameter.dtype).eps
-            differing = (master - weight).abs() > rounding * weight.abs() + torch.finfo(torch.float32).tiny
+            kind = torch.finfo(parameter.dtype)
+            differing = (master - weight).abs() > kind.eps * weight.abs().clamp(min=kind.smallest_normal)
             if int(differing.sum()) > _DIFFERING * weight.numel():
                 raise CheckpointError(
                     f"the optimizer state in this checkpoint is not that of its weights: {int(differing.sum())} of "

@@ -165,7 +165,7 @@ class ResumableOptimizer(ReshardableOptimizer):
         return StateOfBlocks(self.refresh_groups, {name: self._in_model(w) for name, w in self.managed.items()})
 
     def _in_model(self, weight: ManagedWeight) -> WeightInModel:
-        group = self.expert_tp_group if getattr(weight.module, "is_expert", False) else self.tp_group
+        group = self.expert_tp_group if weight.moe is not None else self.tp_group
         peers, columns = dist.get_process_group_ranks(group), weight.geometry.columns
         if weight.geometry.column_shards > 1:
             return WeightInModel(columns, group.rank() * (weight.local_columns // weight.width), 0)

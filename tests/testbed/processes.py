@@ -7,6 +7,7 @@ a second. The function may be a closure; its result must be picklable.
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -221,6 +222,7 @@ def _child(job: _Job, rank: int, pipe: Any, inherited: list[Any]) -> None:
 
 
 def _prepare(job: _Job, rank: int) -> None:
+    gc.freeze()  # Megatron collects garbage when it saves and loads; what the parent has imported is none
     faulthandler.register(signal.SIGUSR1, file=job.stack_file(rank).open("w"), all_threads=True)
     torch.set_num_threads(1)  # with more, the first parallel loop waits for threads that fork() did not copy
     world = str(job.world)

@@ -1,0 +1,70 @@
+"""What a checkpoint says of its run, and which blocks lie next to each other."""
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import testbed
+
+testbed.enable()
+
+from megatron_dobb.config import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
+from megatron_dobb.errors import CheckpointError  # noqa: E402
+from megatron_dobb.megatron.checkpoint import FORMAT_VERSION, METADATA, Saved, runs  # noqa: E402
+
+CONFIG = DobbConfig(blocks=4, blocks_for={"*.linear_fc2": 8}, exclude=("*.linear_proj",))
+SAVED = Saved.of(CONFIG, attempted_steps=7, capture_sequences=12, experts_apart=False)
+
+
+def plain_types(value):
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and plain_types(inner) for key, inner in value.items())
+    return all(map(plain_types, value)) if isinstance(value, list) else value is None or type(value) in (int, str, bool)
+
+
+def test_facts_are_plain_numbers_and_texts_and_come_back_as_they_were():
+    assert plain_types(SAVED.plain())
+    assert Saved.read({METADATA: SAVED.plain(), "dp_cp_group": object()}) == SAVED
+    assert Saved.read({}) is None
+
+
+def test_the_width_of_a_weights_blocks_is_found_again():
+    assert SAVED.width("decoder.layers.0.mlp.linear_fc1.weight", 64) == 16
+    assert SAVED.width("decoder.layers.0.mlp.linear_fc2.weight", 64) == 8
+    assert SAVED.width("decoder.layers.0.self_attention.linear_proj.weight", 64) is None, "it was excluded"
+    assert SAVED.width("decoder.layers.0.mlp.linear_fc2.weight", 4) is None, "it had fewer columns than blocks"
+    assert SAVED.width("decoder.layers.0.mlp.linear_fc1.weight", 66) is None, "it was of another model"
+    by_width = Saved.of(DobbConfig(block_width=32), attempted_steps=0, capture_sequences=None, experts_apart=False)
+    assert by_width.width("any", 64) == 32
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ({"version": FORMAT_VERSION + 1}, f"is of version {FORMAT_VERSION + 1}"),
+        ({"version": "1"}, "damaged"),
+        ({"version": None}, "damaged"),
+        ({"attempted_steps": ...}, "damaged"),
+        ({"unknown": 1}, "damaged"),
+    ],
+)
+def test_newer_and_damaged_facts_are_refused(damage, text):
+    plain = {key: value for key, value in (SAVED.plain() | damage).items() if value is not ...}
+    with pytest.raises(CheckpointError, match=text):
+        Saved.read({METADATA: plain})
+
+
+def test_every_fact_that_differs_shows():
+    assert replace(SAVED, attempted_steps=8) != SAVED
+    assert {field.name for field in fields(Saved)} == SAVED.plain().keys()
+
+
+@given(st.sets(st.tuples(st.sampled_from("ab"), st.integers(0, 9))))
+def test_runs_list_every_block_once_in_as_few_pieces_as_possible(blocks):
+    ordered = sorted(blocks)
+    found = list(runs(ordered))
+    assert [(run.name, run.first + i) for run in found for i in range(run.count)] == ordered
+    assert [run.place for run in found] == [ordered.index((run.name, run.first)) for run in found]
+    assert all((run.name, run.first + run.count) not in blocks for run in found)
