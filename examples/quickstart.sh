@@ -14,5 +14,6 @@ case " $* " in
 *" -h "* | *" --help "*) exec "$python" "$quickstart" --help ;;
 esac
 "$python" "$quickstart" --check-options "$@" # a misspelt option should not cost an installation
+without_cuda_unless_a_gpu_is_there
 prepare_environment "$python" examples
 exec "$VENV_PYTHON" "$quickstart" "$@"

@@ -9,12 +9,8 @@ set -euo pipefail
 # shellcheck source=../tools/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/../tools/environment.sh"
 
-# Without a GPU the CUDA kernels are of no use in .venv; tests/functional/test_cuda_build.py compiles them.
-if ! nvidia-smi -L >/dev/null 2>&1; then
-    export MEGATRON_DOBB_NO_CUDA="${MEGATRON_DOBB_NO_CUDA:-1}"
-fi
-
 python=$(find_python)
+without_cuda_unless_a_gpu_is_there # tests/functional/test_cuda_build.py compiles the CUDA kernels
 prepare_environment "$python" test
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests run several processes at once, on small matrices

@@ -83,6 +83,13 @@ find_python() {
     return 1
 }
 
+# CUDA kernels take minutes to compile, and .venv has no use for them without a GPU.
+without_cuda_unless_a_gpu_is_there() {
+    if ! nvidia-smi -L >/dev/null 2>&1; then
+        export MEGATRON_DOBB_NO_CUDA="${MEGATRON_DOBB_NO_CUDA:-1}"
+    fi
+}
+
 # prepare_environment PYTHON EXTRA: makes .venv unless it is there and installs this clone with the extra.
 prepare_environment() {
     local python=$1 extra=$2
