@@ -45,21 +45,17 @@ LAYOUTS = [
     Layout(3, micro_batch=2),
     Layout(4, micro_batch=3),
     Layout(2, tensor=2, micro_batch=12),
-    Layout(4, tensor=2, micro_batch=3),
     Layout(2, tensor=2, sequence_parallel=True, micro_batch=12),
     Layout(4, tensor=2, sequence_parallel=True, micro_batch=6),
-    Layout(2, micro_batch=3, bucket_size=20_000),
     Layout(3, micro_batch=4, bucket_size=20_000),
     Layout(2, pipeline=2, micro_batch=6),
     Layout(2, pipeline=2, chunks=2, micro_batch=6),
     Layout(2, context=2, micro_batch=12),
     Layout(4, instances=2, micro_batch=6),
-    Layout(2, tensor=2, sequence_parallel=True, micro_batch=12, recompute="full"),
     Layout(2, pipeline=2, chunks=2, micro_batch=6, recompute="selective"),
     # Products.
     Layout(4, pipeline=2, context=2, micro_batch=12),
     Layout(8, tensor=2, pipeline=2, sequence_parallel=True, micro_batch=6),
-    Layout(8, pipeline=2, chunks=2, context=2, micro_batch=6, bucket_size=20_000),
     Layout(8, tensor=2, context=2, micro_batch=3, recompute="full"),
     # A mixture of experts.
     Layout(2, expert=2, experts=True, micro_batch=12),
@@ -67,7 +63,7 @@ LAYOUTS = [
     Layout(4, tensor=2, expert=2, expert_tensor=2, sequence_parallel=True, experts=True, micro_batch=6),
     Layout(2, tensor=2, expert=2, sequence_parallel=True, experts=True, micro_batch=12, recompute="selective"),
     Layout(4, pipeline=2, chunks=2, expert=2, experts=True, micro_batch=3),
-    Layout(8, tensor=2, pipeline=2, expert=2, sequence_parallel=True, experts=True, micro_batch=6),
+    Layout(4, tensor=2, pipeline=2, expert=2, sequence_parallel=True, experts=True, micro_batch=12),
 ]
 
 
