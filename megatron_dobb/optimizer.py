@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import ops, reference
 from .bases import ModelBases
 from .blocks import Shard
-from .capture import MomentSum
+from .capture import MomentSum, scale_sums
 from .config import DTYPES, DobbConfig
 from .errors import CaptureError, ConfigError, UnsupportedError
 from .exchange import RefreshCounts
@@ -190,7 +190,7 @@ class Dobb(torch.optim.Optimizer):
                 loss = closure()
         self._check_gradients()
         if self.config.refresh_due(self.attempted_steps):
-            self._refresh()
+            self._refresh(self._take_sums())
         self.attempted_steps += 1
         self._begin()
         for group in self.param_groups:
@@ -203,7 +203,7 @@ class Dobb(torch.optim.Optimizer):
         return loss
 
     def _begin(self) -> None:
-        self._capture.begin(armed=self.config.refresh_due(self.attempted_steps))
+        self._capture.begin(armed=self.config.captures and self.config.refresh_due(self.attempted_steps))
 
     def _check_gradients(self) -> None:
         ops.check(self._pending)
@@ -220,9 +220,21 @@ class Dobb(torch.optim.Optimizer):
         for weights in by_device.values():
             reference.check_finite([w.name for w in weights], [_gradient(w) for w in weights])
 
-    def _refresh(self) -> None:
-        idle = self._idle(self._capture.sums)
-        counts = self._bases.refresh(self._capture.take())
+    def _take_sums(self) -> dict[str, MomentSum]:
+        """What this refresh adds to the moments, on this rank."""
+        if self.config.captures:
+            if self.config.source == "output-gradient":  # of the mean loss of all ranks, not of this one's alone
+                scale_sums(self._capture.sums.values(), 1 / self._capture.ranks)
+            return self._capture.sums
+        sums = {}
+        for weight in self.on_dobb.values():
+            gradient = weight.parameter.grad
+            sums[weight.name] = MomentSum() if gradient is None else _gram(weight, gradient, self.config.backend)
+        return sums
+
+    def _refresh(self, sums: dict[str, MomentSum]) -> None:
+        idle = self._idle(sums)
+        counts = self._bases.refresh(sums)
         counts.skipped -= sum(self.on_dobb[name].blocks for name in idle)
         self.refresh_counts.skipped += counts.skipped
         self.refresh_counts.fallbacks += counts.fallbacks
@@ -278,18 +290,20 @@ class Dobb(torch.optim.Optimizer):
         segments = [
             reference.Segment(
                 weight.name,
-                Shard(0, values.numel(), weight.columns, weight.width),
+                Shard(0, values.numel(), weight.rows if weight.output_side else weight.columns, weight.width),
                 weight.rows,
                 weight.columns,
                 values,
                 self._momentum[weight.name].view(-1),
-                self._bases.basis_of(weight.name),
+                self._bases.basis_of(weight.name) if self.config.source != "none" else None,
+                weight.output_side,
             )
             for weight, values in zip(weights, flat, strict=True)
         ]
+        gradients = [_gradient(weight) for weight in weights]
         self._pending += ops.update(
             segments,
-            [_gradient(weight) for weight in weights],
+            gradients,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             momentum=self.config.momentum,
@@ -297,7 +311,17 @@ class Dobb(torch.optim.Optimizer):
             update_scale=self.config.update_scale,
             precision=self.config.precision,
             backend=self.config.backend,
+            column_scales=self._column_scales(segments, gradients) if self.config.norm == "l2" else None,
         )
+
+    def _column_scales(self, segments: Sequence[reference.Segment], gradients: Sequence[Tensor]) -> list[Tensor]:
+        scales = []
+        for segment, gradient in zip(segments, gradients, strict=True):
+            squares = reference.column_squares(
+                segment, gradient, momentum=self.config.momentum, nesterov=self.config.nesterov
+            )
+            scales.append(reference.column_scales(squares, segment.column_length))
+        return scales
 
     # State.
 
@@ -452,6 +476,14 @@ def _has_gradient(weight: LinearWeight, sums: Mapping[str, MomentSum]) -> bool:
     """Whether something flowed back to a weight; zeros say so only of one that was called."""
     gradient = weight.parameter.grad
     return gradient is not None and (sums[weight.name].calls > 0 or bool(gradient.any()))
+
+
+def _gram(weight: LinearWeight, gradient: Tensor, backend: ops.Backend) -> MomentSum:
+    """`G^T G` of the blocks over the input axis, or `G G^T` of those over the output axis (paper, Table 13)."""
+    rows = gradient.t() if weight.output_side else gradient
+    total = rows.new_zeros(weight.blocks, weight.width, weight.width, dtype=torch.float32)
+    ops.gram_(total, rows, weight.width, backend)
+    return MomentSum(total, gradient.numel(), calls=1)
 
 
 def _gradient(weight: LinearWeight) -> Tensor:

@@ -103,7 +103,8 @@ class ResumableOptimizer(ReshardableOptimizer):
             log_load(self.refresh_groups, None)
             return
         report = blocks.take(mine, saved)
-        self._continue(saved.attempted_steps, saved.capture_sequences, ask=bool(report.cut or report.restarted))
+        ask = saved.refresh_is_asked or bool(report.cut or report.restarted)
+        self._continue(saved.attempted_steps, saved.capture_sequences, ask=ask)
         log_load(self.refresh_groups, report)
 
     def _check(self, saved: Saved | None) -> None:
@@ -125,8 +126,8 @@ class ResumableOptimizer(ReshardableOptimizer):
             )
 
         for chunk in self.model_chunks:
-            for name, columns in chunk.dobb_plan.left_out.items():
-                if saved.width(name, columns) is not None:
+            for name, features in chunk.dobb_plan.left_out.items():
+                if saved.width(name, features) is not None:
                     raise CheckpointError(
                         f"{name} was on Dobb in the run that saved the checkpoint and is on AdamW in this one, for "
                         "which there is no second moment of its gradient: do not --dobb-exclude it, nor ask for more "
@@ -148,6 +149,7 @@ class ResumableOptimizer(ReshardableOptimizer):
             attempted_steps=self.attempted_steps,
             capture_sequences=int(agreed) or None,
             experts_apart=self._experts_are_apart(),
+            refresh_is_asked=self.refresh_is_asked,
         )
 
     def _continue(self, attempted_steps: int, capture_sequences: int | None, *, ask: bool) -> None:
@@ -162,16 +164,17 @@ class ResumableOptimizer(ReshardableOptimizer):
         raise NotImplementedError
 
     def _state_of_blocks(self) -> StateOfBlocks:
-        return StateOfBlocks(self.refresh_groups, {name: self._in_model(w) for name, w in self.managed.items()})
+        weights = {name: self._in_model(w) for name, w in self.managed.items()}
+        return StateOfBlocks(self.refresh_groups, weights, self.dobb)
 
     def _in_model(self, weight: ManagedWeight) -> WeightInModel:
         group = self.expert_tp_group if weight.moe is not None else self.tp_group
-        peers, columns = dist.get_process_group_ranks(group), weight.geometry.columns
-        if weight.geometry.column_shards > 1:
-            return WeightInModel(columns, group.rank() * (weight.local_columns // weight.width), 0)
+        peers = dist.get_process_group_ranks(group)
+        if weight.blocks_over_tp:
+            return WeightInModel(weight.features, group.rank() * weight.local_blocks, 0)
         # Where the moment is summed over the tensor-parallel ranks too, a block has one owner among all of them.
         shared = set(peers) <= set(self.moment_ranks[weight.name])
-        return WeightInModel(columns, 0, 0 if shared else group.rank())
+        return WeightInModel(weight.features, 0, 0 if shared else group.rank())
 
     # Flat state.
 
