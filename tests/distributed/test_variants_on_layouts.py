@@ -45,7 +45,7 @@ OF_EXPERTS = [("l2", "input", "gram"), ("l2", "output", "none")]
 LAYOUTS_WITH_EXPERTS = [
     Layout(micro_batch=SEQUENCES, experts=True),
     Layout(2, micro_batch=6, experts=True, expert=2),
-    Layout(4, tensor=2, micro_batch=6, experts=True, expert=2),
+    Layout(4, tensor=2, sequence_parallel=True, micro_batch=6, experts=True, expert=2),
 ]
 PAIRS = [
     *(
