@@ -59,7 +59,23 @@ def weights(model):
 
 
 def tensors(optimizer, layer):
-    return optimizer.state_dict()["dobb"]["weights"][f"{layer}.weight"]
+    return optimizer.state[optimizer.on_dobb[f"{layer}.weight"].parameter]
+
+
+def on_dobb(state):
+    """The tensors of the weights on Dobb in a state_dict, by name."""
+    group = next(group for group in state["param_groups"] if group["dobb"])
+    return {name: state["state"][key] for key, name in zip(group["params"], state["dobb"]["names"], strict=True)}
+
+
+def older_form(state):
+    """A state_dict as Dobb returned it when all of its state was under `dobb`."""
+    groups = [
+        {k: v for k, v in g.items() if k not in ("attempted_steps", "capture_sequences")} for g in state["param_groups"]
+    ]
+    mine = {key: state["param_groups"][0][key] for key in ("attempted_steps", "capture_sequences")}
+    others = {key: entry for key, entry in state["state"].items() if "momentum" not in entry}
+    return {"state": others, "param_groups": groups, "dobb": {**mine, "weights": on_dobb(state)}}
 
 
 def assert_same(one, other):
