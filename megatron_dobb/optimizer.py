@@ -117,9 +117,7 @@ class Dobb(torch.optim.Optimizer):
             for name, weight in self.on_dobb.items()
         }
         self._live = {
-            name: dict(
-                zip(state.KEYS, (momentum, self._bases.moment_of(name), self._bases.basis_of(name)), strict=True)
-            )
+            name: {"momentum": momentum, "moment": self._bases.moment_of(name), "basis": self._bases.basis_of(name)}
             for name, momentum in self._momentum.items()
         }
         self._capture = BatchCapture(

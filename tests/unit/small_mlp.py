@@ -68,14 +68,15 @@ def on_dobb(state):
     return {name: state["state"][key] for key, name in zip(group["params"], state["dobb"]["names"], strict=True)}
 
 
+COUNTERS = ("attempted_steps", "capture_sequences")
+
+
 def older_form(state):
     """A state_dict as Dobb returned it when all of its state was under `dobb`."""
-    groups = [
-        {k: v for k, v in g.items() if k not in ("attempted_steps", "capture_sequences")} for g in state["param_groups"]
-    ]
-    mine = {key: state["param_groups"][0][key] for key in ("attempted_steps", "capture_sequences")}
+    groups = [{key: group[key] for key in group if key not in COUNTERS} for group in state["param_groups"]]
+    ours = {key: state["param_groups"][0][key] for key in COUNTERS}
     others = {key: entry for key, entry in state["state"].items() if "momentum" not in entry}
-    return {"state": others, "param_groups": groups, "dobb": {**mine, "weights": on_dobb(state)}}
+    return {"state": others, "param_groups": groups, "dobb": {**ours, "weights": on_dobb(state)}}
 
 
 def assert_same(one, other):
