@@ -2,8 +2,8 @@
 
 A weight on Dobb has the entries `momentum` `[m, n]`, `moment` and `basis` `[B, b, b]`, and its param group counts the
 steps. Whatever carries ordinary optimizer state, such as `torch.distributed.checkpoint.state_dict`, so carries Dobb's.
-Besides, a state_dict names the weights under `dobb`, which torch's helpers drop. State_dicts of an older form, which had
-all of Dobb's state there, are still read.
+Besides, a state_dict names the weights under `dobb`, which torch's helpers drop. An older form of state_dict, which had
+all of Dobb's state there, is still read.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
