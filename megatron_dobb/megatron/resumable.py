@@ -175,6 +175,10 @@ class ResumableOptimizer(ReshardableOptimizer):
 
     # Flat state.
 
+    def _ranks_that_load(self) -> dist.ProcessGroup | None:
+        # Every rank has the optimizer of the other weights, and not every pipeline stage has experts.
+        return super()._ranks_that_load() if self.is_expert else None
+
     def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, Tensor]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)
         if id(model_param) in self._on_dobb:
