@@ -1,4 +1,4 @@
-"""The plain optimizer's state, what it captures, which weights it takes, and its answers to bad input."""
+"""What the plain optimizer captures, which weights it takes, and its answers to bad input."""
 
 import copy
 import gc
@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from small_mlp import BATCH, BLOCKS, LAYERS, assert_same, backward, batch, mlp, on_dobb, tensors, train, weights
+from small_mlp import BLOCKS, LAYERS, assert_same, backward, batch, mlp, tensors, train, weights
 from torch import nn
 
 from megatron_dobb import Dobb
@@ -17,67 +17,6 @@ from megatron_dobb.errors import BlockError, CaptureError, ConfigError, NonFinit
 
 def dobb(model, **settings):
     return Dobb(model, lr=0.01, **{"blocks": BLOCKS, **settings})
-
-
-# State.
-
-
-@pytest.mark.parametrize("steps", [0, 4, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_is_the_same_to_the_last_bit(tmp_path, steps, dtype):
-    model = mlp().to(dtype)
-    optimizer = dobb(model, moment_dtype=torch.bfloat16)
-
-    def run(model, optimizer, steps):
-        for step in steps:
-            optimizer.zero_grad()
-            x = batch(step).to(dtype)
-            (model(x).float() - x[..., :10].float().sin()).square().mean().backward()
-            optimizer.step()
-
-    run(model, optimizer, range(steps))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
-    run(model, optimizer, range(steps, 20))
-
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    other = mlp().to(dtype)
-    other.load_state_dict(saved["model"])
-    resumed = dobb(other, moment_dtype="bf16", capture_sequences=None)
-    resumed.load_state_dict(saved["optimizer"])
-    assert_same(resumed.state_dict(), saved["optimizer"])
-    run(other, resumed, range(steps, 20))
-    assert_same(weights(other), weights(model))
-    assert_same(resumed.state_dict(), optimizer.state_dict())
-
-
-def test_state_survives_a_deep_copy_and_keeps_fp32_for_low_precision_weights():
-    model = mlp().to(torch.bfloat16)
-    optimizer = dobb(model)
-    x = batch(0).to(torch.bfloat16)
-    model(x).float().square().mean().backward()
-    optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(state)
-    assert_same(optimizer.state_dict(), state)
-    first = on_dobb(state)["first.weight"]
-    assert [first[key].dtype for key in ("momentum", "moment", "basis")] == [
-        torch.float32,
-        torch.float32,
-        torch.bfloat16,
-    ]
-    assert first["momentum"].unique().numel() > first["momentum"].bfloat16().unique().numel()
-
-
-def test_the_number_of_captured_sequences_is_kept_unless_given():
-    model = mlp()
-    optimizer = dobb(model)
-    train(model, optimizer, range(1), micro_batches=4)
-    state = optimizer.state_dict()
-    assert state["param_groups"][0]["capture_sequences"] == BATCH // 4
-    for given, expected in ((None, BATCH // 4), (3, 3)):
-        other = dobb(mlp(), capture_sequences=given)
-        other.load_state_dict(state)
-        assert other.state_dict()["param_groups"][0]["capture_sequences"] == expected
 
 
 # Capture.
