@@ -28,4 +28,14 @@ case " $* " in
 *" -m "*) ;;
 *) export CUDA_VISIBLE_DEVICES="" ;;
 esac
-exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"
+if [ $# -gt 0 ]; then
+    exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"
+fi
+
+# Tests of one process each run side by side; those of several processes use the cores themselves.
+workers=$(nproc)
+status=0
+"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((workers < 8 ? workers : 8))" --dist loadgroup tests/unit tests/emulation ||
+    status=$?
+"$VENV_PYTHON" -m pytest -m "not gpu" tests/distributed tests/functional || status=$?
+exit $status
