@@ -1,0 +1,98 @@
+"""What a training run is made of: the sizes, the optimizers by name, and the run's own description."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dobb import DobbConfig
+
+
+class MissingPart(RuntimeError):
+    """Something that a run needs is not here, such as a checkout of Dion or an option of Dobb."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how long it is trained.
+
+    Attributes:
+        layers: transformer layers.
+        width: width of the residual stream; a multiple of `heads`.
+        heads: attention heads.
+        context: tokens (bytes of text) in a sequence.
+        sequences: sequences in a batch.
+        steps: training steps.
+        evaluate_every: steps between two evaluations; the last step is evaluated too.
+        evaluation_batches: held-out batches, the same ones each time and for every run.
+    """
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    sequences: int = 16
+    steps: int = 300
+    evaluate_every: int = 30
+    evaluation_batches: int = 8
+
+
+PRESETS = {
+    "minutes": Size(),
+    "hours": Size(width=192, heads=6, steps=1200, evaluate_every=100, evaluation_batches=16),
+}
+"""Sizes for CPUs. On one core of an EPYC with AVX2, a run takes about 85 s and about 14 minutes."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer with its settings.
+
+    Attributes:
+        optimizer: a key of `optimizers.BUILDERS`.
+        settings: what it is given besides learning rate and weight decay; of `Dobb`, any of its settings.
+        paper: the name of its figure in `paper.FINAL_LOSS`, if there is one.
+    """
+
+    optimizer: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    paper: str = ""
+
+    def missing_settings(self) -> list[str]:
+        """Settings that this version of `Dobb` does not know."""
+        known = {f.name for f in dataclasses.fields(DobbConfig)}
+        return sorted(self.settings.keys() - known) if self.optimizer == "dobb" else []
+
+
+def dobb(blocks: int, paper: str = "", **settings: Any) -> Method:
+    """Dobb with `blocks` blocks over the input axis."""
+    return Method("dobb", {"blocks": blocks, **settings}, paper)
+
+
+METHODS: dict[str, Method] = {
+    "adamw": Method("adamw", paper="adamw"),
+    "muon": Method("muon", paper="muon"),
+    **{f"dobb-{blocks}": dobb(blocks, f"dobb-{blocks}") for blocks in (1, 4, 16, 64)},
+    **{f"dion-{part}": Method("dion", {"rank_fraction": 1 / part}, f"dion-{part}") for part in (1, 4, 16)},
+}
+"""What `compare` knows, by name: the number is B, or n / rank of Dion. A variant of Dobb is one line more."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that decides a run's result, apart from the machine."""
+
+    method: Method
+    learning_rate: float
+    seed: int
+    size: Size
+    weight_decay: float = 0.1
+    warmup: float = 0.1
+    clip: float = 1.0
+
+    def key(self) -> str:
+        """The run in one line: equal for runs that give the same result."""
+        facts = dataclasses.asdict(self)
+        del facts["method"]["paper"]
+        return json.dumps(facts, sort_keys=True)
