@@ -15,7 +15,7 @@ from .launch import launch_commands
 from .optimizers import dion_is_here, use_dion
 from .paper import FINAL_LOSS
 from .results import Command, Result, standard_error
-from .runs import METHODS, PRESETS, Method, MissingPart, Run, Size
+from .runs import DEFAULT_METHODS, METHODS, PRESETS, Method, MissingPart, Run, Size
 from .watch import Watch
 
 RATES = (2e-3, 4e-3, 8e-3)
@@ -196,13 +196,17 @@ def size_of(options: argparse.Namespace) -> Size:
     return dataclasses.replace(size, steps=options.steps, evaluate_every=max(1, options.steps // 10))
 
 
-def add_training_arguments(parser: argparse.ArgumentParser, seeds: int) -> None:
-    """Arguments of every command that trains."""
-    parser.add_argument(
-        "--preset", choices=[*PRESETS, "paper"], default="minutes", help="size of the runs (default: %(default)s)"
-    )
-    parser.add_argument("--seeds", type=int, default=seeds, help="seeds of each method (default: %(default)s)")
+def add_size_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
+    """Arguments that say how large a run is."""
+    choices = [*PRESETS, *more]
+    parser.add_argument("--preset", choices=choices, default="minutes", help="size of the runs (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps of each run, in place of the preset's")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, seeds: int) -> None:
+    """Arguments of every command that trains with several optimizers."""
+    add_size_arguments(parser, "paper")
+    parser.add_argument("--seeds", type=int, default=seeds, help="seeds of each method (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one thread each")
     parser.add_argument("--runs", type=Path, help=f"file of finished runs (default: {FOLDER}/runs-PRESET.jsonl)")
 
@@ -214,7 +218,10 @@ def journal_path(options: argparse.Namespace) -> Path:
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_arguments(parser, seeds=3)
-    parser.add_argument("--methods", nargs="+", default=[*METHODS], help=f"some of {' '.join(METHODS)}; all by default")
+    chosen, known = " ".join(DEFAULT_METHODS), " ".join(METHODS)
+    parser.add_argument(
+        "--methods", nargs="+", default=[*DEFAULT_METHODS], help=f"some of {known} (default: {chosen})", metavar="NAME"
+    )
     parser.add_argument("--rates", nargs="+", type=float, default=[*RATES], help="learning rates of the first stage")
     parser.add_argument("--extensions", type=int, default=EXTENSIONS, help="rates to add where the best is at the edge")
     parser.add_argument("--dion-path", type=Path, help="a checkout of microsoft/dion")
@@ -244,7 +251,7 @@ def compare(options: argparse.Namespace) -> list[Result]:
         from .curves import save_curves
 
         options.plot_dir.mkdir(parents=True, exist_ok=True)
-        save_curves(outcomes, options.plot_dir)
+        save_curves(result, outcomes, options.plot_dir)
     return [result]
 
 

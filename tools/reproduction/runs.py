@@ -26,6 +26,7 @@ class Size:
         steps: training steps.
         evaluate_every: steps between two evaluations; the last step is evaluated too.
         evaluation_batches: held-out batches, the same ones each time and for every run.
+        text: a key of `training.TEXTS`.
     """
 
     layers: int = 4
@@ -36,6 +37,7 @@ class Size:
     steps: int = 300
     evaluate_every: int = 30
     evaluation_batches: int = 8
+    text: str = "english"
 
 
 PRESETS = {
@@ -70,13 +72,20 @@ def dobb(blocks: int, paper: str = "", **settings: Any) -> Method:
     return Method("dobb", {"blocks": blocks, **settings}, paper)
 
 
+_BLOCKS = (1, 4, 16, 64)
 METHODS: dict[str, Method] = {
     "adamw": Method("adamw", paper="adamw"),
     "muon": Method("muon", paper="muon"),
-    **{f"dobb-{blocks}": dobb(blocks, f"dobb-{blocks}") for blocks in (1, 4, 16, 64)},
+    "rmnp": Method("dobb", {"norm": "l2", "side": "output", "source": "none"}, "rmnp"),
+    **{f"dobb-{b}": dobb(b, f"dobb-{b}") for b in _BLOCKS},
+    **{f"dobb-l2-{b}": dobb(b, f"dobb-l2-{b}", norm="l2") for b in _BLOCKS},
+    **{f"dobb-g-{b}": dobb(b, f"dobb-g-{b}", side="output") for b in _BLOCKS},
+    **{f"dobb-g-l2-{b}": dobb(b, f"dobb-g-l2-{b}", side="output", norm="l2") for b in _BLOCKS},
     **{f"dion-{part}": Method("dion", {"rank_fraction": 1 / part}, f"dion-{part}") for part in (1, 4, 16)},
 }
 """What `compare` knows, by name: the number is B, or n / rank of Dion. A variant of Dobb is one line more."""
+
+DEFAULT_METHODS = ("adamw", "muon", "rmnp", "dobb-1", "dobb-4", "dobb-16", "dobb-l2-4", "dobb-g-4", "dion-4")
 
 
 @dataclass(frozen=True)

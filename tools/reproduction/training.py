@@ -50,6 +50,9 @@ def short_english() -> Text:
     return Text(text[: -len(text) // 10], text[-len(text) // 10 :])
 
 
+TEXTS: dict[str, Callable[[], Text]] = {"english": english, "short": short_english}
+
+
 def _bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
@@ -130,21 +133,20 @@ def schedule(step: int, run: Run) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / max(1, run.size.steps - warm))
 
 
-def train(run: Run, text: Text | None = None, probe: Probe | None = None) -> tuple[dict[str, Any], nn.Module]:
+def train(run: Run, probe: Probe | None = None) -> tuple[dict[str, Any], nn.Module]:
     """One training run.
 
     A loss or gradient that is not finite ends it: the record then says `diverged`.
 
     Args:
         run: what to train.
-        text: bytes to train on and held-out ones; by default `english()`.
         probe: called after the backward pass and before the optimizers in every step, counted from 0.
 
     Returns:
         The record, which can be written as JSON, and the model. Losses are in nats per byte, times in seconds: wall
         clock and this process's CPU time, of all optimizers together and of the whole step without evaluations.
     """
-    text, size = text or english(), run.size
+    text, size = TEXTS[run.size.text](), run.size
     torch.manual_seed(run.seed)
     model = GPT(size)
     optimizers = BUILDERS[run.method.optimizer](model, run)

@@ -14,7 +14,7 @@ from megatron_dobb import Dobb, reference
 from .dion import Dion
 from .optimizers import UPDATE_SCALE, Muon
 from .results import Command, Result
-from .runs import Method
+from .runs import METHODS, Method
 
 SHAPES = ((256, 256), (256, 1024), (1024, 256))
 """Square, wide and tall: rows m, columns n."""
@@ -49,7 +49,11 @@ class Layer:
 
 @dataclass
 class Update:
-    """A raw update `O [m, n]`, and the fraction of its coefficients that are not zero where it is made of signs."""
+    """A raw update `O [m, n]`, and the fraction of it that dead features leave.
+
+    That is the fraction of its coefficients that are not zero where it is made of signs, and of its singular values
+    where these are set to 1.
+    """
 
     raw: Tensor
     filled: float = 1.0
@@ -79,13 +83,16 @@ def dobb_step(layer: Layer, settings: Mapping[str, Any]) -> Update:
 
 def muon_step(layer: Layer, settings: Mapping[str, Any]) -> Update:
     """Muon's, by Newton-Schulz, whose singular values lie around 1."""
-    return Update(step_of(layer, lambda linear: Muon(linear.parameters(), 1.0, 0.0))[0])
+    gradient = layer.gradient
+    filled = int(torch.linalg.matrix_rank(gradient)) / min(gradient.shape)
+    return Update(step_of(layer, lambda linear: Muon(linear.parameters(), 1.0, 0.0))[0], filled)
 
 
 def polar_step(layer: Layer, settings: Mapping[str, Any]) -> Update:
     """The exact polar factor that Muon approximates."""
-    left, _, right = torch.linalg.svd(layer.gradient, full_matrices=False)
-    return Update(left @ right)
+    left, values, right = torch.linalg.svd(layer.gradient.double(), full_matrices=False)
+    kept = values > 1e-6 * values[0]
+    return Update((left * kept) @ right, float(kept.double().mean()))
 
 
 def dion_step(layer: Layer, settings: Mapping[str, Any]) -> Update:
@@ -124,7 +131,11 @@ ROWS: dict[str, Row] = {
     "Muon, exact": Row(Method("polar"), "min(m, n)", min),
     "Muon, 5 iterations": Row(Method("muon"), "about min(m, n)", min),
     "Dion, r = n / 4": Row(Method("dion", {"rank_fraction": 1 / 4}), "r", lambda m, n: min(m, n) / 4),
-    "RMNP": Row(Method("rmnp"), "m", lambda m, n: m),
+    "Dobb-l2, B = 16": Row(Method("dobb", {"blocks": 16, "norm": "l2"}), "n", lambda m, n: n),
+    "Dobb-G, B = 16": Row(Method("dobb", {"blocks": 16, "side": "output"}), "m", lambda m, n: m),
+    "Dobb-G-l2, B = 16": Row(Method("dobb", {"blocks": 16, "side": "output", "norm": "l2"}), "m", lambda m, n: m),
+    "RMNP": Row(METHODS["rmnp"], "m", lambda m, n: m),
+    "RMNP, by its formula": Row(Method("rmnp"), "m", lambda m, n: m),
 }
 """By name; a variant of Dobb is one line more, left out while `Dobb` lacks one of its settings."""
 
@@ -152,7 +163,7 @@ def table9(dead: float, seed: int = 0) -> Result:
         ("optimizer", "m x n", "formula", "filled", "||O||^2", "expected", "RMS(sO)", "expected"),
         rows,
         [
-            f"'filled' is the fraction of nonzero coefficients, sign(0) being 0; {dead:.0%} of the input features are "
+            "'filled' is the fraction of nonzero coefficients, sign(0) being 0; {dead:.0%} of the input features are "
             "always zero. Expected is the paper's formula times that fraction.",
             *notes,
         ],
