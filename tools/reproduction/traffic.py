@@ -8,6 +8,7 @@ import contextlib
 import io
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
