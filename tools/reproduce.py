@@ -12,7 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.reproduction.cli import main
+try:
+    from tools.reproduction.cli import main
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: install what the tools need with pip install -e '.[examples]'") from None
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -40,7 +40,7 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         path = getattr(options, name)
         if path is not None and not path.resolve().parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {path.parent}; make it first")
-    for name in ("threads", "seeds", "jobs", "steps", "refreshes", "size"):
+    for name in ("threads", "seeds", "jobs", "steps", "sequences", "refreshes", "size"):
         value = getattr(options, name, None)
         if isinstance(value, int) and value < 1:
             parser.error(f"--{name} {value}: must be 1 or more")

@@ -189,11 +189,13 @@ def methods_of(names: Sequence[str], dion_path: Path | None, console: Console) -
 
 
 def size_of(options: argparse.Namespace) -> Size:
-    """The preset's size, with `--steps` in place of its own steps."""
+    """The preset's size, with `--steps` and `--sequences` in place of its own."""
     size = PRESETS[options.preset]
-    if options.steps is None:
-        return size
-    return dataclasses.replace(size, steps=options.steps, evaluate_every=max(1, options.steps // 10))
+    if options.sequences is not None:
+        size = dataclasses.replace(size, sequences=options.sequences)
+    if options.steps is not None:
+        size = dataclasses.replace(size, steps=options.steps, evaluate_every=max(1, options.steps // 10))
+    return size
 
 
 def add_size_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
@@ -201,6 +203,7 @@ def add_size_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     choices = [*PRESETS, *more]
     parser.add_argument("--preset", choices=choices, default="minutes", help="size of the runs (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps of each run, in place of the preset's")
+    parser.add_argument("--sequences", type=int, help="sequences of 128 bytes in a batch, in place of the preset's")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, seeds: int) -> None:
