@@ -15,7 +15,7 @@ from tools.reproduction.dion import Dion
 from tools.reproduction.journal import Journal, finish, opened
 from tools.reproduction.orthogonality import sign_in_blocks, table1a
 from tools.reproduction.runs import DEFAULT_METHODS, METHODS, Method, MissingPart, Run, Size, dobb
-from tools.reproduction.training import GPT, Batches, schedule, short_english, train
+from tools.reproduction.training import GPT, Batches, loss_of, schedule, short_english, train
 from tools.reproduction.watch import Watch
 
 TINY = Size(
@@ -56,6 +56,9 @@ def test_the_sign_in_an_exact_eigenbasis_is_more_orthogonal_than_without_one():
     values = [measures.orthogonality(sign_in_blocks(matrix, blocks)) for blocks in (1, 4)]
     plain = measures.orthogonality(matrix.sign())
     assert values[0] > values[1] > plain + 0.02
+    # With one block the columns are orthogonal, here U times the singular values, and the sign sees U alone.
+    left = torch.linalg.svd(matrix).U
+    assert values[0] == pytest.approx(measures.orthogonality(left.sign()), abs=0.005)
     # The identity is the eigenbasis of blocks of one column: only the sign is left.
     torch.testing.assert_close(sign_in_blocks(matrix, 128), matrix.sign().float())
 
@@ -113,6 +116,15 @@ def test_the_same_seed_gives_the_same_curve(name):
     assert again["held_out"] == trained(name)["held_out"]
     other = train(Run(METHODS[name], 4e-3, 2, TINY))[0]
     assert other["train_loss"] != again["train_loss"]
+
+
+def test_batches_follow_the_seed_and_nothing_else():
+    text = short_english().train
+    first, again, other = (Batches(text, TINY, seed) for seed in (1, 1, 2))
+    for _ in range(3):
+        batch = first.next()
+        assert torch.equal(batch, again.next())
+        assert not torch.equal(batch, other.next())
 
 
 def test_all_optimizers_start_from_the_same_weights_with_the_same_batch():
@@ -274,6 +286,18 @@ def test_table_2_measures_every_matrix_of_every_optimizer():
         assert value == pytest.approx(1 / 4, rel=1e-3), "rank 1 of 16"
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True)), "the model stands still"
     assert len(geometry.table2(measured, TINY)) == 2
+
+
+def test_the_momentum_of_table_2_is_that_of_gradients_at_the_checkpoints_weights():
+    _, model = train(Run(METHODS["adamw"], 4e-3, 0, TINY))
+    text = short_english().train
+    found = geometry.dobb_updates(model, Batches(text, TINY, 7), blocks=4, refreshes=3)
+    batches, expected = Batches(text, TINY, 7), 0.0
+    weight = dict(model.named_parameters())["layers.0.fc1.weight"]
+    for _ in range(3):
+        (gradient,) = torch.autograd.grad(loss_of(model, batches.next()), weight)
+        expected = 0.95 * expected + 0.05 * gradient.double()
+    torch.testing.assert_close(found["layers.0.fc1.weight"][0].double(), expected, rtol=1e-5, atol=1e-9)
 
 
 def test_every_ablation_has_a_first_variant_that_works_here():
