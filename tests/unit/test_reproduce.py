@@ -65,7 +65,7 @@ def test_the_sign_in_an_exact_eigenbasis_is_more_orthogonal_than_without_one():
 
 @pytest.mark.parametrize("dead", [0.0, 0.25])
 def test_the_updates_that_are_taken_have_the_size_of_table_9(dead):
-    result = update_size.table9(dead)
+    result = update_size.table9(dead, shapes=[(128, 128), (64, 256), (256, 64)])
     assert len(result.rows) + 3 * len(result.notes[1:]) == 3 * len(update_size.ROWS)
     for name, shape, _, filled, norm, expected, rms, expected_rms in result.rows:
         exact = "iterations" not in name
@@ -143,6 +143,13 @@ def test_dobb_muon_and_dion_get_the_matrices_of_the_layers_and_nothing_else():
     assert {names[p] for p in others} == set(managed.on_adamw)
     assert len(matrices) == 4 * TINY.layers
     assert names.keys() == {*matrices, *others}
+
+
+def test_dobb_refreshes_as_the_size_says_unless_its_settings_do():
+    for settings, expected in (({}, 3), ({"refresh_interval": 16}, 16)):
+        run = Run(dobb(4, **settings), 1e-3, 0, dataclasses.replace(TINY, refresh_interval=3))
+        (optimizer,) = optimizers.build_dobb(GPT(TINY), run)
+        assert optimizer.config.refresh_interval == expected
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero():

@@ -18,7 +18,7 @@ from .results import Command, Result, standard_error
 from .runs import DEFAULT_METHODS, METHODS, PRESETS, Method, MissingPart, Run, Size
 from .watch import Watch
 
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (1e-3, 2e-3, 4e-3)
 EXTENSIONS = 2
 FOLDER = Path("reproduction_out")
 
@@ -147,6 +147,7 @@ def table(plan: Plan, outcomes: dict[str, Outcome]) -> Result:
             "Loss in nats per byte at each method's best learning rate; differences from AdamW are of equal seeds. "
             "The paper's are nats per token of GPT-2 Small: compare the order and the signs of the gaps.",
             "Times are CPU time per step of one thread, refreshes included.",
+            f"Dobb's T is {size.refresh_interval}, so that a short training has as many refreshes as it can (paper: 9).",
             *notes,
         ],
         {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()},

@@ -126,7 +126,7 @@ def figure2(options: argparse.Namespace) -> list[Result]:
 def _figure2_arguments(parser: argparse.ArgumentParser) -> None:
     add_size_arguments(parser)
     parser.add_argument("--blocks", type=int, default=4, help="B (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=8e-3, help="learning rate (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (default: %(default)s)")
 
 
 COMMANDS = {

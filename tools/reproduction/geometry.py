@@ -139,7 +139,7 @@ def load_or_train(checkpoint: Path | None, save: Path | None, size: Size) -> tup
         model.load_state_dict(saved["model"])
         return model, size
     Console().print(f"training a GPT of {size.layers} layers, width {size.width}, for {size.steps} steps")
-    _, model = train(Run(METHODS["adamw"], 4e-3, 0, size))
+    _, model = train(Run(METHODS["adamw"], 2e-3, 0, size))
     if save is not None:
         torch.save({"size": dataclasses.asdict(size), "model": model.state_dict()}, save)
     return model, size

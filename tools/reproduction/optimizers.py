@@ -97,7 +97,8 @@ def build_muon(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
 def build_dobb(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     if missing := run.method.missing_settings():
         raise MissingPart(f"this megatron_dobb has no setting {', '.join(missing)}; leave that variant out")
-    return [Dobb(model, run.learning_rate, run.weight_decay, betas=BETAS, **run.method.settings)]
+    settings = {"refresh_interval": run.size.refresh_interval, **run.method.settings}
+    return [Dobb(model, run.learning_rate, run.weight_decay, betas=BETAS, **settings)]
 
 
 def build_dion(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,7 @@ ROWS: dict[str, Row] = {
 """By name; a variant of Dobb is one line more, left out while `Dobb` lacks one of its settings."""
 
 
-def table9(dead: float, seed: int = 0) -> Result:
+def table9(dead: float, shapes: Sequence[tuple[int, int]] = SHAPES, seed: int = 0) -> Result:
     """`||O||_F^2` and the RMS of `s O`, measured and expected."""
     rows: list[tuple[str | float | None, ...]] = []
     notes = []
@@ -148,7 +148,7 @@ def table9(dead: float, seed: int = 0) -> Result:
         if missing := row.method.missing_settings():
             notes.append(f"{name} is left out: this megatron_dobb has no setting {', '.join(missing)}.")
             continue
-        for m, n in SHAPES:
+        for m, n in shapes:
             update = STEPS[row.method.optimizer](Layer.random(m, n, dead, seed), row.method.settings)
             norm = float(update.raw.double().square().sum())
             expected = row.expected(m, n) * update.filled
