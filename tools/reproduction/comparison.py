@@ -14,7 +14,7 @@ from .journal import Journal, Record, finish, opened
 from .launch import launch_commands
 from .optimizers import dion_is_here, use_dion
 from .paper import FINAL_LOSS
-from .results import Command, Result, standard_error
+from .results import Command, Result, save_plot, standard_error
 from .runs import DEFAULT_METHODS, METHODS, PRESETS, Method, MissingPart, Run, Size
 from .watch import Watch
 
@@ -147,7 +147,7 @@ def table(plan: Plan, outcomes: dict[str, Outcome]) -> Result:
             "Loss in nats per byte at each method's best learning rate; differences from AdamW are of equal seeds. "
             "The paper's are nats per token of GPT-2 Small: compare the order and the signs of the gaps.",
             "Times are CPU time per step of one thread, refreshes included.",
-            f"Dobb's T is {size.refresh_interval}, so that a short training has as many refreshes as it can (paper: 9).",
+            f"Dobb's T is {size.refresh_interval}, so that a short training has enough refreshes (paper: 9).",
             *notes,
         ],
         {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()},
@@ -245,17 +245,23 @@ def outcomes_of(options: argparse.Namespace, console: Console) -> tuple[Plan, di
         return plan, run_plan(plan, journal, options.jobs, options.dion_path, watch)
 
 
+def save_curves(folder: Path | None, by_step: Result, outcomes: dict[str, Outcome]) -> None:
+    """Write the comparison's plots, if a folder is given for them."""
+    if folder is not None:
+        from .curves import plots
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, result in plots(by_step, outcomes).items():
+            save_plot([result], folder / f"{name}.png")
+
+
 def compare(options: argparse.Namespace) -> list[Result]:
     console = Console()
     if options.preset == "paper":
         return [launch_commands(methods_of(options.methods, options.dion_path, console), options.seeds)]
     plan, outcomes = outcomes_of(options, console)
     result = table(plan, outcomes)
-    if options.plot_dir:
-        from .curves import save_curves
-
-        options.plot_dir.mkdir(parents=True, exist_ok=True)
-        save_curves(result, outcomes, options.plot_dir)
+    save_curves(options.plot_dir, result, outcomes)
     return [result]
 
 

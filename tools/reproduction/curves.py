@@ -2,7 +2,6 @@
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +10,19 @@ from torch import nn
 
 from megatron_dobb import Dobb, reference
 
-from .comparison import Outcome, add_compare_arguments, add_size_arguments, draw_curves, outcomes_of, size_of, table
+from .comparison import (
+    Outcome,
+    add_compare_arguments,
+    add_size_arguments,
+    draw_curves,
+    outcomes_of,
+    save_curves,
+    size_of,
+    table,
+)
 from .geometry import parts
 from .measures import effective_rank, orthogonality
-from .results import Command, Result, save_plot, standard_error
+from .results import Command, Result, standard_error
 from .runs import MissingPart, Run, dobb
 from .training import train
 
@@ -50,12 +58,11 @@ def final_losses(outcomes: dict[str, Outcome]) -> Result:
     return Result("Final held-out loss and standard error", ("optimizer", "loss", "s.e."), rows, draw=draw)
 
 
-def save_curves(by_step: Result, outcomes: dict[str, Outcome], folder: Path) -> None:
-    """Write `loss-by-step.png`, `loss-by-time.png` and `final-loss.png`."""
-    drawn = {"loss-by-step": by_step, "loss-by-time": by_time(outcomes), "final-loss": final_losses(outcomes)}
-    for name, result in drawn.items():
-        if result.rows and any(outcome.finals for outcome in outcomes.values()):
-            save_plot([result], folder / f"{name}.png")
+def plots(by_step: Result, outcomes: dict[str, Outcome]) -> dict[str, Result]:
+    """What a comparison draws, by the names of the files; nothing where every method diverged."""
+    if not any(outcome.finals for outcome in outcomes.values()):
+        return {}
+    return {"loss-by-step": by_step, "loss-by-time": by_time(outcomes), "final-loss": final_losses(outcomes)}
 
 
 def figure1(options: argparse.Namespace) -> list[Result]:
@@ -63,7 +70,9 @@ def figure1(options: argparse.Namespace) -> list[Result]:
     if options.preset == "paper":
         raise MissingPart("figure1 --preset paper: needs GPUs; `compare --preset paper` prints the commands to run")
     plan, outcomes = outcomes_of(options, Console())
-    return [table(plan, outcomes), by_time(outcomes)]
+    by_step = table(plan, outcomes)
+    save_curves(options.plot_dir, by_step, outcomes)
+    return [by_step, by_time(outcomes)]
 
 
 class Spectra:
