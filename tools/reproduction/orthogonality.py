@@ -82,7 +82,9 @@ def table1b(size: int, seeds: Sequence[int]) -> Result:
     def draw(axes) -> None:
         for row in rows:
             axes.plot(counts, row[1 : 1 + len(counts)], "o-", label=f"effective rank {row[0]}")
-        axes.set(xlabel="blocks B", ylabel="orthogonality", xscale="log")
+        axes.set(xlabel="blocks B", ylabel="orthogonality")
+        axes.set_xscale("log", base=4)
+        axes.set_xticks(counts, [str(count) for count in counts])
         axes.legend(frameon=False)
 
     return Result(
