@@ -96,15 +96,17 @@ def block_width(
     blocks: int | None = None,
     width: int | None = None,
     column_shards: int = 1,
+    side: str = "input",
 ) -> int:
     """Width of the blocks of one weight, the same on every parallel layout.
 
     Args:
         name: the weight's name, for the message of an error.
-        columns: the weight's **global** number of input features.
+        columns: the weight's **global** number of input features; of output features, on the output side.
         blocks: number of blocks over all columns (`--dobb-blocks`); exclusive with `width`.
         width: columns in one block (`--dobb-block-width`).
         column_shards: number of tensor-parallel ranks that share the columns (1 unless row-parallel).
+        side: which features they are, `input` or `output`, for the message of an error.
 
     Raises:
         BlockError: if the blocks do not divide the columns, or a block would span two tensor-parallel ranks.
@@ -119,14 +121,14 @@ def block_width(
         raise BlockError(f"{name}: give either --dobb-blocks or --dobb-block-width")
     if value < 1 or columns < 1 or columns % value:
         raise BlockError(
-            f"{name}: {flag} {value} does not divide its {columns} input features; "
+            f"{name}: {flag} {value} does not divide its {columns} {side} features; "
             f"{_advice(columns, column_shards, value, by_count=width is None)}"
         )
     count = value if width is None else columns // value
     if count % column_shards:
         raise BlockError(
             f"{name}: {flag} {value} makes {count} blocks, which is not a multiple of the {column_shards} "
-            f"tensor-parallel ranks that share its {columns} input features, so a block would span two; "
+            f"tensor-parallel ranks that share its {columns} {side} features, so a block would span two; "
             f"{_advice(columns, column_shards, value, by_count=width is None)}"
         )
     return columns // count

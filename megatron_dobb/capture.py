@@ -1,4 +1,4 @@
-"""Second-moment sums of a model's input activations, taken by forward hooks on refresh steps."""
+"""Second-moment sums of a model's activations, or of their gradients, taken by hooks on refresh steps."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -13,29 +13,30 @@ from .ops import Backend, gram_
 
 _NOT_TRACED = "Dobb takes its second moments here on refresh steps: use torch.compile without fullgraph=True"
 
-ActivationOf = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Tensor]
-
 
 @dataclass(frozen=True)
 class Source:
-    """Where the input activations of one managed weight can be seen.
+    """Where the input activations of one managed weight, or the gradients of its outputs, can be seen.
 
     Attributes:
         key: the weight's name.
         module: the module whose forward call multiplies the weight.
         width: width of the weight's blocks.
-        activation: returns the tensor that multiplies the weight, `[..., n]`, from a forward call's arguments.
+        activation: returns the tensor that multiplies the weight, `[..., n]`, from a forward call's arguments; with
+            `of_gradient` the layer's output, `[..., m]`, from what the call returned.
         sequence_dim: the dimension of that tensor that counts sequences; with `batch`, of that module's input.
         batch: a module around this one that is given whole sequences, where this one sees only tokens in another
             order (an expert). They cannot be told apart by sequence: whole micro-batches are taken.
+        of_gradient: whether the gradient of the output is summed, when the backward pass reaches it.
     """
 
     key: str
     module: nn.Module
     width: int
-    activation: ActivationOf
+    activation: Callable[..., Tensor]
     sequence_dim: int
     batch: nn.Module | None = None
+    of_gradient: bool = False
 
 
 @dataclass
@@ -49,6 +50,13 @@ class MomentSum:
     total: Tensor | None = None
     tokens: int = 0
     calls: int = 0
+
+
+def scale_sums(sums: Iterable[MomentSum], factor: float) -> None:
+    """Make of the sums, in place, what they would be of `factor` times the tensors that were summed."""
+    for entry in sums:
+        if entry.total is not None:
+            entry.total *= factor**2
 
 
 @dataclass
@@ -167,8 +175,13 @@ class Capture:
             with torch.no_grad():
                 for source in sources:
                     self.sums[source.key].calls += 1
-                    if source.batch is None or self._takes_tokens_of(source.batch, source.key):
-                        self._add(source, source.activation(module, args, kwargs).detach())
+                    if source.batch is not None and not self._takes_tokens_of(source.batch, source.key):
+                        continue
+                    if source.of_gradient:
+                        self._await_gradient(source, source.activation(module, output))
+                    else:
+                        x = self._taken_part(source, source.activation(module, args, kwargs).detach())
+                        self._add(source, self.sums[source.key], x)
 
         return capture
 
@@ -180,17 +193,39 @@ class Capture:
             )
         return self.takes_any(self.batches[batch])
 
-    def _add(self, source: Source, x: Tensor) -> None:
-        if source.batch is None:
-            if x.ndim < source.sequence_dim + 2:
-                raise CaptureError(
-                    f"{source.key}: its input has the shape {tuple(x.shape)}, of which dimension "
-                    f"{source.sequence_dim} cannot count sequences; exclude the weight with --dobb-exclude"
-                )
-            x = x.narrow(source.sequence_dim, 0, self.taken(x.shape[source.sequence_dim]))
+    def _await_gradient(self, source: Source, output: Tensor) -> None:
+        """Sum the gradient of a layer's output once the backward pass has it, for the step that this call is of."""
+        if not output.requires_grad:
+            raise CaptureError(
+                f"{source.key}: autograd does not follow the output of its layer, so --dobb-source output-gradient "
+                "sees nothing of it; use activation recompute that is not reentrant, or --dobb-source gram"
+            )
+        entry = self.sums[source.key]
+        taken = self._taken_part(source, _batched(output)).shape
+
+        @torch.no_grad()
+        def add(gradient: Tensor) -> None:
+            x = _batched(gradient)
+            if source.batch is None:
+                x = x.narrow(source.sequence_dim, 0, taken[source.sequence_dim])
+            self._add(source, entry, x)
+
+        output.register_hook(add)
+
+    def _taken_part(self, source: Source, x: Tensor) -> Tensor:
+        """The captured sequences of a layer's input or output."""
+        if source.batch is not None:
+            return x
+        if x.ndim < source.sequence_dim + 2:
+            raise CaptureError(
+                f"{source.key}: its {'output' if source.of_gradient else 'input'} has the shape {tuple(x.shape)}, of "
+                f"which dimension {source.sequence_dim} cannot count sequences; exclude the weight with --dobb-exclude"
+            )
+        return x.narrow(source.sequence_dim, 0, self.taken(x.shape[source.sequence_dim]))
+
+    def _add(self, source: Source, entry: MomentSum, x: Tensor) -> None:
         if x.numel() == 0:  # no sequence is taken, or nothing was routed to this expert
             return
-        entry = self.sums[source.key]
         if entry.total is None:
             width = source.width
             entry.total = x.new_zeros(x.shape[-1] // width, width, width, dtype=torch.float32)
@@ -219,6 +254,11 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, ()
+
+
+def _batched(x: Tensor) -> Tensor:
+    """A layer's output, or its gradient, with a dimension for sequences."""
+    return x if x.ndim > 1 else x[None]
 
 
 def _in_backward() -> bool:

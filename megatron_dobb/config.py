@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -16,6 +16,18 @@ DEFAULT_BLOCKS = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 QR_METHODS = get_args(Method)
 CAPTURE_POLICIES = ("first", "all")
+
+Norm = Literal["sign", "l2"]
+Side = Literal["input", "output"]
+Source = Literal["activation", "output-gradient", "gram", "none"]
+NORMS, SIDES, SOURCES = get_args(Norm), get_args(Side), get_args(Source)
+
+
+class Asked(TypedDict, total=False):
+    """What a user asked for: a number of blocks, or the columns in one. Arguments of `blocks.block_width`."""
+
+    blocks: int
+    width: int
 
 
 def flag(name: str) -> str:
@@ -53,6 +65,13 @@ class DobbConfig:
         update_scale: `tau`, the update's RMS for a weight with `m >= n`.
         moment_dtype: storage of the moments, `fp32` or `bf16`.
         basis_dtype: storage of the bases, `fp32` or `bf16`.
+        norm: what the coefficients become: `sign` takes their signs, `l2` gives each of their columns unit norm
+            (Dobb-l2; rows, on the output side).
+        side: the axis of a weight that its blocks divide: `input`, or `output` (Dobb-G).
+        source: whose second moment the bases diagonalise: `activation`, the layer's inputs (input side only);
+            `output-gradient`, the gradients of its outputs (output side only); `gram`, the gradient itself, `G^T G` or
+            `G G^T` (Table 13); `none`, no basis at all, so that `l2` on the output side is RMNP. `None` means
+            `activation` on the input side and `output-gradient` on the other.
         backend: what computes the update, the moment sums and the bases: `auto` takes the compiled extension where it
             is there, `extension` and `reference` (plain PyTorch) insist on one.
         precision: `exact` decides signs as fp32 products would, `bf16` may round the momentum and the basis first.
@@ -77,12 +96,16 @@ class DobbConfig:
     update_scale: float = 0.2
     moment_dtype: str = "fp32"
     basis_dtype: str = "bf16"
+    norm: Norm = "sign"
+    side: Side = "input"
+    source: Source | None = None
     backend: Backend = "auto"
     precision: Precision = "exact"
     load_other_optimizer: bool = False
 
     def __post_init__(self) -> None:
         self._settle_patterns()
+        self._settle_source()
         if self.blocks is not None and self.block_width is not None:
             raise ConfigError(
                 f"--dobb-blocks {self.blocks} and --dobb-block-width {self.block_width} exclude each other: "
@@ -110,6 +133,42 @@ class DobbConfig:
             for pattern in patterns:
                 if not isinstance(pattern, str) or not pattern:
                     raise ConfigError(f"{flag(name)} {pattern!r} is not a name pattern, such as '*.mlp.linear_fc2'")
+
+    def _settle_source(self) -> None:
+        self._check_choice("norm", NORMS)
+        self._check_choice("side", SIDES)
+        if self.source is None:
+            object.__setattr__(self, "source", "activation" if self.side == "input" else "output-gradient")
+        self._check_choice("source", SOURCES)
+        for source, side in (("activation", "input"), ("output-gradient", "output")):
+            if self.source == source and self.side != side:
+                raise ConfigError(
+                    f"--dobb-source {source} with --dobb-side {self.side}: these second moments belong to the {side} "
+                    f"axis; use --dobb-side {side}, or --dobb-source gram"
+                )
+        if self.source == "none":
+            for name in ("blocks", "block_width", "blocks_for"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{flag(name)} {getattr(self, name)} has no meaning with --dobb-source none, which has no "
+                        "bases: leave one of them out"
+                    )
+            if self.backend == "extension":
+                raise ConfigError(
+                    "--dobb-backend extension has no kernel for --dobb-source none, which has nothing to project: use "
+                    "--dobb-backend auto"
+                )
+            object.__setattr__(self, "block_width", 1)
+        if not self.captures and (self.capture != "first" or self.capture_sequences is not None):
+            raise ConfigError(
+                f"--dobb-capture {self.capture} and --dobb-capture-sequences {self.capture_sequences} have no meaning "
+                f"with --dobb-source {self.source}, which looks at no sequences: leave them out"
+            )
+
+    @property
+    def captures(self) -> bool:
+        """Whether the second moments come from the model's forward or backward pass."""
+        return self.source in ("activation", "output-gradient")
 
     def _check_values(self) -> None:
         for name in ("blocks", "block_width", "capture_sequences"):
@@ -149,7 +208,7 @@ class DobbConfig:
         if value not in choices:
             raise ConfigError(f"{flag(name)} {value} is unknown: use one of {', '.join(choices)}")
 
-    def blocks_of(self, weight_name: str) -> dict[str, int | None]:
+    def blocks_of(self, weight_name: str) -> Asked:
         """The `blocks=` or `width=` argument of `block_width` for one weight."""
         for pattern, count in self.blocks_for.items():
             if matches(pattern, weight_name):
@@ -183,4 +242,4 @@ class DobbConfig:
 
     def refresh_due(self, step: int) -> bool:
         """Whether the step after `step` attempted ones is a refresh step: the first, then every `T`."""
-        return step % self.refresh_interval == 0
+        return self.source != "none" and step % self.refresh_interval == 0

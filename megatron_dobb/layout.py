@@ -31,6 +31,37 @@ MAX_ALIGNMENT_UNIT = 2**19
 many ranks (1M elements). Every shard is rounded up to a multiple of its widths."""
 
 
+MAX_ROW_BLOCK_PADDING = 0.05
+"""Largest part that whole row blocks, for bases of the output side, may add to a buffer."""
+
+MORE_BLOCKS = (
+    "more and so smaller blocks (--dobb-blocks), fewer data-parallel ranks (of one optimizer instance), or --dobb-side "
+    "input, whose blocks need hardly any padding"
+)
+
+
+def check_row_blocks(aligned: "BufferLayout", stock_numel: int) -> None:
+    """Refuse a layout that whole row blocks pad too much.
+
+    Args:
+        aligned: the layout.
+        stock_numel: elements of Megatron's own.
+
+    Raises:
+        LayoutError: if some blocks are of whole rows and more than `MAX_ROW_BLOCK_PADDING` was added.
+    """
+    items = [item for item in aligned.items if item.whole_rows]
+    extra = aligned.numel - stock_numel
+    if items and extra > MAX_ROW_BLOCK_PADDING * stock_numel:
+        widest = max(items, key=lambda item: item.width)
+        raise LayoutError(
+            f"--dobb-side output keeps whole row blocks together, the largest of {widest.width} elements in "
+            f"{widest.label}; over {aligned.shards} shards that pads a param/grad buffer of {stock_numel} elements by "
+            f"{100 * extra / stock_numel:.1f} %, and at most {100 * MAX_ROW_BLOCK_PADDING:.0f} % is allowed. Use "
+            f"{MORE_BLOCKS}"
+        )
+
+
 def bucket_divisor(shards: int, pad_for_high_nccl_busbw: bool = False) -> int:
     """What Megatron pads bucket ends to (`bucket_end_divisor`): lcm(shards, 128[, 2^16])."""
     return math.lcm(shards, 128, 2**16 if pad_for_high_nccl_busbw else 1)
@@ -57,6 +88,8 @@ class Item:
         name: for messages.
         columns: input features of the weight on this rank (0 if unknown), for advice and for `held_blocks`.
         column_shards: tensor-parallel ranks that share the input features, for advice.
+        whole_rows: whether `width` is that of whole rows, as many as a block over the output axis has, rather than of
+            a block's columns. The weight then counts as one row, with `columns` all of its elements.
 
     Raises:
         LayoutError: if the blocks do not fill the parameter.
@@ -68,6 +101,7 @@ class Item:
     name: str = ""
     columns: int = 0
     column_shards: int = 1
+    whole_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.numel < 0 or self.width < 0 or (self.width and self.numel % self.width):
@@ -291,6 +325,11 @@ def _check_unit(items: Sequence[Item]) -> None:
         f"width {width} of {members[0].label}" + (f" and {len(members) - 1} more" if members[1:] else "")
         for (_, width), members in groups.items()
     )
+    if any(item.whole_rows for item in items):
+        raise LayoutError(
+            f"the row blocks in one bucket align only every {unit} elements (lcm of them and {START_MULTIPLE}; at most "
+            f"{MAX_ALIGNMENT_UNIT}), and every shard would be padded to that: {seen}. Use {MORE_BLOCKS}"
+        )
     proposal: dict[tuple[int, int], int] = {}
     if all(columns for columns, _ in groups):
         proposal = suggest_widths(groups) or suggest_widths(groups, MAX_ALIGNMENT_UNIT)

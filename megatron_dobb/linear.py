@@ -30,13 +30,15 @@ class LinearWeight:
         name: its name in the model.
         parameter: the weight, `[m, n]`.
         modules: the layers that multiply it.
-        width: columns in one block, `b`.
+        width: columns in one block, `b`; rows, on the output side.
+        output_side: whether the blocks divide the output features.
     """
 
     name: str
     parameter: nn.Parameter
     modules: tuple[nn.Linear, ...]
     width: int
+    output_side: bool = False
 
     @property
     def rows(self) -> int:
@@ -50,13 +52,16 @@ class LinearWeight:
 
     @property
     def blocks(self) -> int:
-        """Blocks over the input features, `B`."""
-        return self.columns // self.width
+        """Blocks over the input features, `B`; over the output features, on that side."""
+        return (self.rows if self.output_side else self.columns) // self.width
 
     def sources(self) -> Iterator[Source]:
-        """Where the input activations of this weight can be seen."""
+        """Where the activations of this weight can be seen, on the side of its blocks."""
         for module in self.modules:
-            yield Source(self.name, module, self.width, _input, 0)
+            if self.output_side:
+                yield Source(self.name, module, self.width, _output, 0, of_gradient=True)
+            else:
+                yield Source(self.name, module, self.width, _input, 0)
 
 
 @dataclass(frozen=True)
@@ -111,8 +116,10 @@ def choose(root: nn.Module, config: DobbConfig, predicates: Sequence[Predicate] 
         if reason:
             adamw[name] = reason
             continue
-        width = block_width(name, parameter.shape[1], column_shards=1, **config.blocks_of(name))
-        dobb[name] = LinearWeight(name, parameter, modules, width)
+        output_side = config.side == "output"
+        features = parameter.shape[0 if output_side else 1]
+        width = block_width(name, features, side=config.side, **config.blocks_of(name))
+        dobb[name] = LinearWeight(name, parameter, modules, width, output_side)
         _warn_of_output_layer(dobb[name], embeddings)
     return Choice(dobb, adamw, sum(not p.requires_grad for p in parameters.values()))
 
@@ -175,6 +182,12 @@ def _input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The input of an `nn.Linear`, `[batch, ..., n]`."""
     x: Tensor = args[0] if args else kwargs["input"]
     return x if x.ndim > 1 else x[None]
+
+
+def _output(module: nn.Module, output: Any) -> Tensor:
+    """The output of an `nn.Linear`, `[batch, ..., m]` or `[m]`."""
+    assert isinstance(output, Tensor)
+    return output
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -74,6 +74,20 @@ def update(
             finite gradients can overflow the momentum.
         UnsupportedError: if `backend` is `extension` and it cannot run.
     """
+    if any(segment.output_side and segment.basis is not None for segment in segments):
+        return _update_turned(
+            segments,
+            gradients,
+            copies,
+            column_scales,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            update_scale=update_scale,
+            precision=precision,
+            backend=backend,
+        )
     by_kernel: dict[tuple[torch.device, int], list[int]] = {}
     plain: list[int] = []
     for i, segment in enumerate(segments):
@@ -89,7 +103,7 @@ def update(
             [segments[i].weight for i in chosen],
             [_supported_gradient(gradients[i]) for i in chosen],
             [segments[i].momentum for i in chosen],
-            [segments[i].basis.contiguous() for i in chosen],
+            [_basis(segments[i]).contiguous() for i in chosen],
             [_copy_or_empty(copies[i], device) for i in chosen] if copies is not None else [],
             [column_scales[i].contiguous() for i in chosen] if column_scales is not None else [],
             [segments[i].shard.start for i in chosen],
@@ -127,6 +141,27 @@ def update(
     return [entry for entry in pending if entry[1].device.type != "cpu"]
 
 
+def _update_turned(
+    segments: Sequence[Segment],
+    gradients: Sequence[Tensor],
+    copies: Sequence[Tensor | None] | None,
+    column_scales: Sequence[Tensor] | None,
+    **settings: Any,
+) -> Pending:
+    """`update` for blocks over the output axis, one weight at a time: the transposed copies are short-lived."""
+    pending: Pending = []
+    for i, segment in enumerate(segments):
+        turned = segment.turned()
+        of_segment = [column_scales[i]] if column_scales is not None else None
+        pending += update([turned], [segment.turn(gradients[i])], column_scales=of_segment, **settings)
+        if segment.output_side:
+            segment.take_back(turned)
+        target = copies[i] if copies is not None else None
+        if target is not None:
+            target.copy_(segment.weight)
+    return pending
+
+
 def gram_(total: Tensor, activations: Tensor, width: int, backend: Backend = "auto") -> None:
     """Add `sum_tokens x_j x_j^T` of every block to `total`, as `moment.gram` computes it.
 
@@ -146,6 +181,31 @@ def gram_(total: Tensor, activations: Tensor, width: int, backend: Backend = "au
         torch.ops.dobb.gram_(total, rows if rows.stride(1) == 1 else rows.contiguous(), width)
     else:
         total += moment.gram(activations, width)
+
+
+def gradient_gram(
+    segment: Segment, gradient: Tensor, blocks: int, held: Sequence[int], backend: Backend = "auto"
+) -> Tensor:
+    """What a shard adds to `G_j^T G_j` of every block of its weight, or to `G_j G_j^T` on the output side (Table 13).
+
+    Args:
+        segment: the piece of the weight.
+        gradient: `[shard.numel]`.
+        blocks: blocks that the sums have room for.
+        held: the numbers, among these, of the blocks that the segment has bases of, in that order.
+        backend: see `gram_`.
+
+    Returns:
+        `[blocks, b, b]` fp32, zero where the shard has nothing of a block.
+    """
+    width = segment.shard.width
+    total = torch.zeros(blocks, width, width, dtype=torch.float32, device=gradient.device)
+    flat = segment.turn(gradient)
+    for (offset, rows, count), place in segment.rectangles():
+        first = held[place.start]
+        part = flat[offset : offset + rows * count * width].view(rows, count * width)
+        gram_(total[first : first + count], part, width, backend)
+    return total
 
 
 def refresh_basis(
@@ -194,9 +254,14 @@ def _may_run(device: str, backend: Backend) -> bool:
     return backend != "reference" and extension.runs_on(device)
 
 
+def _basis(segment: Segment) -> Tensor:
+    assert segment.basis is not None
+    return segment.basis
+
+
 def _takes(segment: Segment, backend: Backend) -> bool:
-    """Whether the extension updates a segment."""
-    if backend == "reference":
+    """Whether the extension updates a segment. Without a basis there is nothing to fuse."""
+    if backend == "reference" or segment.basis is None:
         return False
     device = segment.weight.device.type
     if not extension.runs_on(device):

@@ -14,19 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import ops, reference
+from . import ops, reference, state
 from .bases import ModelBases
 from .blocks import Shard
-from .capture import MomentSum
+from .capture import MomentSum, scale_sums
 from .config import DTYPES, DobbConfig
 from .errors import CaptureError, ConfigError, UnsupportedError
 from .exchange import RefreshCounts
 from .linear import BatchCapture, LinearWeight, Predicate, choose, logger, unwrap
+from .state import STATE
 
 Exclude = str | Predicate | Iterable[str | Predicate]
-
-STATE = "dobb"
-"""The key of Dobb's own part of `state_dict()`, and of the mark of its param groups."""
 
 _owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.WeakKeyDictionary()
 """The Dobb whose hooks are on a layer."""
@@ -118,6 +116,10 @@ class Dobb(torch.optim.Optimizer):
             name: torch.zeros_like(weight.parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
             for name, weight in self.on_dobb.items()
         }
+        self._live = {
+            name: {"momentum": momentum, "moment": self._bases.moment_of(name), "basis": self._bases.basis_of(name)}
+            for name, momentum in self._momentum.items()
+        }
         self._capture = BatchCapture(
             root,
             [source for weight in self.on_dobb.values() for source in weight.sources()],
@@ -130,6 +132,7 @@ class Dobb(torch.optim.Optimizer):
         self._remove = weakref.finalize(self, _release, self._capture)
         self._remove.atexit = False
         _owner_of.update({source.module: weakref.ref(self) for source in self._capture.sources})
+        self._show_state()
         self._begin()
 
     def _make_groups(self, root: nn.Module) -> list[dict[str, Any]]:
@@ -150,6 +153,8 @@ class Dobb(torch.optim.Optimizer):
         if param_group.setdefault(STATE, False) and hasattr(self, "_bases"):
             raise ConfigError("Dobb chooses its weights when it is built: build a new one for the whole model")
         super().add_param_group(param_group)
+        if hasattr(self, "_bases"):
+            state.begin_adamw(self.state, self.param_groups)
 
     def remove_hooks(self) -> None:
         """Take the hooks off the model, so that another Dobb can be built for it. The next refresh would fail."""
@@ -190,7 +195,7 @@ class Dobb(torch.optim.Optimizer):
                 loss = closure()
         self._check_gradients()
         if self.config.refresh_due(self.attempted_steps):
-            self._refresh()
+            self._refresh(self._take_sums())
         self.attempted_steps += 1
         self._begin()
         for group in self.param_groups:
@@ -198,12 +203,14 @@ class Dobb(torch.optim.Optimizer):
                 due = [self._weight_of[p] for p in group["params"] if p.grad is not None]
                 self._update(due, float(group["lr"]), group["weight_decay"])
         self._adamw.param_groups = [group for group in self.param_groups if not group[STATE]]
+        if self.attempted_steps == 1:  # the model may have been moved or converted since
+            state.begin_adamw(self.state, self.param_groups)
         self._adamw.state = self.state
         self._adamw.step()
         return loss
 
     def _begin(self) -> None:
-        self._capture.begin(armed=self.config.refresh_due(self.attempted_steps))
+        self._capture.begin(armed=self.config.captures and self.config.refresh_due(self.attempted_steps))
 
     def _check_gradients(self) -> None:
         ops.check(self._pending)
@@ -220,9 +227,21 @@ class Dobb(torch.optim.Optimizer):
         for weights in by_device.values():
             reference.check_finite([w.name for w in weights], [_gradient(w) for w in weights])
 
-    def _refresh(self) -> None:
-        idle = self._idle(self._capture.sums)
-        counts = self._bases.refresh(self._capture.take())
+    def _take_sums(self) -> dict[str, MomentSum]:
+        """What this refresh adds to the moments, on this rank."""
+        if self.config.captures:
+            if self.config.source == "output-gradient":  # of the mean loss of all ranks, not of this one's alone
+                scale_sums(self._capture.sums.values(), 1 / self._capture.ranks)
+            return self._capture.sums
+        sums = {}
+        for weight in self.on_dobb.values():
+            gradient = weight.parameter.grad
+            sums[weight.name] = MomentSum() if gradient is None else _gram(weight, gradient, self.config.backend)
+        return sums
+
+    def _refresh(self, sums: dict[str, MomentSum]) -> None:
+        idle = self._idle(sums)
+        counts = self._bases.refresh(sums)
         counts.skipped -= sum(self.on_dobb[name].blocks for name in idle)
         self.refresh_counts.skipped += counts.skipped
         self.refresh_counts.fallbacks += counts.fallbacks
@@ -278,18 +297,20 @@ class Dobb(torch.optim.Optimizer):
         segments = [
             reference.Segment(
                 weight.name,
-                Shard(0, values.numel(), weight.columns, weight.width),
+                Shard(0, values.numel(), weight.rows if weight.output_side else weight.columns, weight.width),
                 weight.rows,
                 weight.columns,
                 values,
                 self._momentum[weight.name].view(-1),
-                self._bases.basis_of(weight.name),
+                self._bases.basis_of(weight.name) if self.config.source != "none" else None,
+                weight.output_side,
             )
             for weight, values in zip(weights, flat, strict=True)
         ]
+        gradients = [_gradient(weight) for weight in weights]
         self._pending += ops.update(
             segments,
-            [_gradient(weight) for weight in weights],
+            gradients,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             momentum=self.config.momentum,
@@ -297,19 +318,24 @@ class Dobb(torch.optim.Optimizer):
             update_scale=self.config.update_scale,
             precision=self.config.precision,
             backend=self.config.backend,
+            column_scales=self._column_scales(segments, gradients) if self.config.norm == "l2" else None,
         )
+
+    def _column_scales(self, segments: Sequence[reference.Segment], gradients: Sequence[Tensor]) -> list[Tensor]:
+        scales = []
+        for segment, gradient in zip(segments, gradients, strict=True):
+            squares = reference.column_squares(
+                segment, gradient, momentum=self.config.momentum, nesterov=self.config.nesterov
+            )
+            scales.append(reference.column_scales(squares, segment.column_length))
+        return scales
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's state as in every optimizer, and Dobb's by weight name under `dobb`; the same on every rank."""
-        state = super().state_dict()
-        state[STATE] = {
-            "attempted_steps": self.attempted_steps,
-            "capture_sequences": self._capture.sequences,
-            "weights": {name: self._tensors_of(name) for name in self.on_dobb},
-        }
-        return state
+        """State as of every optimizer, and the names of the weights under `dobb`; the same on every rank."""
+        self._note_counters()
+        return {**super().state_dict(), STATE: {"names": list(self.on_dobb)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, on any number of ranks; every rank loads the same.
@@ -318,48 +344,30 @@ class Dobb(torch.optim.Optimizer):
             ConfigError: if the state has no part of Dobb's, or not exactly that of these weights and blocks. Nothing
                 was changed then.
         """
-        saved: Any = state_dict.get(STATE)
-        self._check_loadable(saved)
-        super().load_state_dict(state_dict)
+        saved = state.read(state_dict, self.param_groups, self.on_dobb, self._live, self.config)
+        super().load_state_dict(saved.of_adamw)
         with torch.no_grad():
-            for name, tensors in saved["weights"].items():
-                for key, tensor in self._tensors_of(name).items():
-                    tensor.copy_(tensors[key])
+            for name, tensors in self._live.items():
+                for key, tensor in tensors.items():
+                    tensor.copy_(saved.weights[name][key])
         self._bases.take_owned_moments()
-        self.attempted_steps = saved["attempted_steps"]
+        self.attempted_steps = saved.attempted_steps
         if self.config.capture == "first":
-            self._capture.sequences = self.config.capture_sequences or saved["capture_sequences"]
+            self._capture.sequences = self.config.capture_sequences or saved.capture_sequences
+        self._show_state()
         self._begin()
 
-    def _tensors_of(self, name: str) -> dict[str, Tensor]:
-        """The live state of a weight: momentum `[m, n]`, moments and bases `[B, b, b]`."""
-        return {
-            "momentum": self._momentum[name],
-            "moment": self._bases.moment_of(name),
-            "basis": self._bases.basis_of(name),
-        }
+    def _show_state(self) -> None:
+        """Let `self.state` and the param groups have what they have in an optimizer that has taken a step."""
+        self.state.update({self.on_dobb[name].parameter: tensors for name, tensors in self._live.items()})
+        state.begin_adamw(self.state, self.param_groups)
+        self._note_counters()
 
-    def _check_loadable(self, saved: Any) -> None:
-        if not isinstance(saved, Mapping) or not saved.keys() >= {"attempted_steps", "capture_sequences", "weights"}:
-            raise ConfigError("this state_dict has no complete 'dobb' part: it was not saved by Dobb")
-        weights = saved["weights"]
-        for names, problem in (
-            (self.on_dobb.keys() - weights.keys(), "this state_dict has no state of"),
-            (weights.keys() - self.on_dobb.keys(), "this optimizer does not have on Dobb, but the state_dict has,"),
-        ):
-            if names:
-                shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
-                raise ConfigError(f"{problem} {shown}: build it for the same model with the same exclude")
-        for name, weight in self.on_dobb.items():
-            for key, tensor in self._tensors_of(name).items():
-                if key not in weights[name]:
-                    raise ConfigError(f"this state_dict has no {key} of {name}")
-                if weights[name][key].shape != tensor.shape:
-                    raise ConfigError(
-                        f"this state_dict has the {key} of {name} as {list(weights[name][key].shape)}, and this "
-                        f"optimizer as {list(tensor.shape)}, with {weight.blocks} blocks of {weight.width} columns: "
-                        "use the same model and the same blocks or block_width"
-                    )
+    def _note_counters(self) -> None:
+        for group in self.param_groups:
+            if group[STATE]:
+                group.update(state.counters(self.attempted_steps, self._capture.sequences))
+                group.update(side=self.config.side, source=self.config.source)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(
@@ -452,6 +460,14 @@ def _has_gradient(weight: LinearWeight, sums: Mapping[str, MomentSum]) -> bool:
     """Whether something flowed back to a weight; zeros say so only of one that was called."""
     gradient = weight.parameter.grad
     return gradient is not None and (sums[weight.name].calls > 0 or bool(gradient.any()))
+
+
+def _gram(weight: LinearWeight, gradient: Tensor, backend: ops.Backend) -> MomentSum:
+    """`G^T G` of the blocks over the input axis, or `G G^T` of those over the output axis (paper, Table 13)."""
+    rows = gradient.t() if weight.output_side else gradient
+    total = rows.new_zeros(weight.blocks, weight.width, weight.width, dtype=torch.float32)
+    ops.gram_(total, rows, weight.width, backend)
+    return MomentSum(total, gradient.numel(), calls=1)
 
 
 def _gradient(weight: LinearWeight) -> Tensor:

@@ -2,11 +2,14 @@
 
 Shapes: a rectangle of `rows` rows and `blocks` blocks of width `b` is a tensor `[rows, blocks, b]`; the bases of
 these blocks are `[blocks, b, b]`, one orthonormal basis in the columns of each.
+
+Everything is said of blocks over the input axis. Blocks over the output axis (Dobb-G) are those of the transposed
+weight: such a segment is `turned` first.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,11 +42,14 @@ def reconstruct(signs: Tensor, basis: Tensor) -> Tensor:
     return torch.einsum("rjd,jcd->rjc", signs, basis)
 
 
-def direction(momentum: Tensor, basis: Tensor, column_scales: Tensor | None = None) -> Tensor:
-    """`sign(M_j Q_j) Q_j^T` for a rectangle of blocks; with `column_scales` `[blocks, b]` these instead of the sign."""
-    coefficients = project(momentum, basis)
+def direction(momentum: Tensor, basis: Tensor | None, column_scales: Tensor | None = None) -> Tensor:
+    """`sign(M_j Q_j) Q_j^T` for a rectangle of blocks; with `column_scales` `[blocks, b]` these instead of the sign.
+
+    Without a basis the momentum's own entries are the coefficients.
+    """
+    coefficients = project(momentum, basis) if basis is not None else momentum
     kept = sign(coefficients) if column_scales is None else scaled(coefficients, column_scales)
-    return reconstruct(kept, basis)
+    return reconstruct(kept, basis) if basis is not None else kept
 
 
 def step_scale(rows: int, columns: int, update_scale: float) -> float:
@@ -62,7 +68,9 @@ class Segment:
         columns: its **global** number of columns, `n`.
         weight: the shard of the weight, `[shard.numel]`; the fp32 master where there is one.
         momentum: `M`, `[shard.numel]` fp32.
-        basis: bases of `shard.held_blocks()`, `[held, b, b]`, in that order.
+        basis: bases of `shard.held_blocks()`, `[held, b, b]`, in that order; None for the momentum's own entries.
+        output_side: whether the blocks run over the output axis. `weight` and `momentum` then hold whole row blocks
+            `[k b, n]` (or a column slice of them), row-major, and `shard` is that of their transpose.
     """
 
     name: str
@@ -71,7 +79,42 @@ class Segment:
     columns: int
     weight: Tensor
     momentum: Tensor
-    basis: Tensor
+    basis: Tensor | None
+    output_side: bool = False
+
+    @property
+    def column_length(self) -> int:
+        """Entries in one column of the whole weight's coefficients: `m`, or `n` on the output side."""
+        return self.columns if self.output_side else self.rows
+
+    def turned(self) -> "Segment":
+        """The same piece as blocks over the input axis: of an output side's, a transposed copy."""
+        if not self.output_side:
+            return self
+        return replace(
+            self,
+            rows=self.columns,
+            columns=self.rows,
+            weight=self.turn(self.weight),
+            momentum=self.turn(self.momentum),
+            output_side=False,
+        )
+
+    def turn(self, flat: Tensor) -> Tensor:
+        """A flat tensor of this piece in the order of `shard`: transposed, on the output side."""
+        return flat.view(self.shard.columns, -1).t().reshape(-1) if self.output_side else flat
+
+    def take_back(self, turned: "Segment") -> None:
+        """Write the weight and the momentum of a turned copy back to their places."""
+        for mine, other in ((self.weight, turned.weight), (self.momentum, turned.momentum)):
+            mine.view(self.shard.columns, -1).copy_(other.view(-1, self.shard.columns).t())
+
+    def rectangles(self) -> Iterator[tuple[tuple[int, int, int], slice]]:
+        """For every piece of the shard: its offset, rows and blocks, and the place of these among the held ones."""
+        place = {block: i for i, block in enumerate(self.shard.held_blocks())}
+        for piece in self.shard.pieces():
+            first = place[piece.first_block]
+            yield (piece.offset, piece.rows, piece.blocks), slice(first, first + piece.blocks)
 
     def rectangle(self, flat: Tensor, offset: int, rows: int, blocks: int) -> Tensor:
         """View `[rows, blocks, b]` of a piece of a flat tensor of this shard."""
@@ -132,17 +175,54 @@ def update(
     """
     scales = column_scales if column_scales is not None else [None] * len(segments)
     for segment, gradient, column_scale in zip(segments, gradients, scales, strict=True):
-        gradient = gradient.float()
-        segment.momentum.lerp_(gradient, 1 - momentum)
-        source = segment.momentum.lerp(gradient, 1 - momentum) if nesterov else segment.momentum
-        basis = segment.basis.float()
-        held = segment.shard.held_blocks()
-        scale = learning_rate * step_scale(segment.rows, segment.columns, update_scale)
-        segment.weight.mul_(1 - learning_rate * weight_decay)
-        for piece in segment.shard.pieces():
-            first = held.index(piece.first_block)
-            rectangle = (piece.offset, piece.rows, piece.blocks)
-            blocks = slice(first, first + piece.blocks)
+        turned = segment.turned()
+        of_shard = segment.turn(gradient.float())
+        turned.momentum.lerp_(of_shard, 1 - momentum)
+        source = turned.momentum.lerp(of_shard, 1 - momentum) if nesterov else turned.momentum
+        scale = learning_rate * step_scale(turned.rows, turned.columns, update_scale)
+        turned.weight.mul_(1 - learning_rate * weight_decay)
+        for rectangle, blocks in turned.rectangles():
+            basis = turned.basis[blocks].float() if turned.basis is not None else None
             of_blocks = column_scale[blocks] if column_scale is not None else None
-            step = direction(segment.rectangle(source, *rectangle), basis[blocks], of_blocks)
-            segment.rectangle(segment.weight, *rectangle).add_(step.to(segment.weight.dtype), alpha=-scale)
+            step = direction(turned.rectangle(source, *rectangle), basis, of_blocks)
+            turned.rectangle(turned.weight, *rectangle).add_(step.to(turned.weight.dtype), alpha=-scale)
+        if segment.output_side:
+            segment.take_back(turned)
+
+
+def column_squares(segment: Segment, gradient: Tensor, *, momentum: float, nesterov: bool) -> Tensor:
+    """What this shard adds to the squared norm of every column of the coefficients of the coming step (Dobb-l2).
+
+    Nothing is changed. The sum over all shards of a weight gives `column_scales` their whole norms.
+
+    Args:
+        segment: the piece of a weight.
+        gradient: `[shard.numel]`.
+        momentum, nesterov: as of the `update` to come.
+
+    Returns:
+        `[held, b]` fp32.
+    """
+    of_shard = segment.turn(gradient.float())
+    source = segment.turn(segment.momentum).lerp(of_shard, 1 - momentum)
+    if nesterov:
+        source = source.lerp(of_shard, 1 - momentum)
+    squares = source.new_zeros(len(segment.shard.held_blocks()), segment.shard.width)
+    for rectangle, blocks in segment.rectangles():
+        coefficients = segment.rectangle(source, *rectangle)
+        if segment.basis is not None:
+            coefficients = project(coefficients, segment.basis[blocks].float())
+        squares[blocks] += coefficients.square().sum(0)
+    return squares
+
+
+def column_scales(squares: Tensor, column_length: int) -> Tensor:
+    """Factors that give every column of coefficients the norm `sqrt(column_length)`: that of signs (Dobb-l2).
+
+    Both normalisations then have the same Frobenius norm (paper, Table 9), and share `step_scale`.
+
+    Args:
+        squares: squared norms of the columns over the whole weight. A column of zeros keeps its zeros.
+        column_length: `Segment.column_length`.
+    """
+    return torch.where(squares > 0, (column_length / squares).sqrt(), 0)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import CAPTURE_POLICIES, DTYPES, QR_METHODS, DobbConfig
+from ..config import CAPTURE_POLICIES, DTYPES, NORMS, QR_METHODS, SIDES, SOURCES, DobbConfig
 from ..errors import ConfigError, UnsupportedError
 from ..ops import BACKENDS, PRECISIONS
 
@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("moment-dtype", "Storage of the moments.", choices=tuple(DTYPES), default=default.moment_dtype)
     add("basis-dtype", "Storage of the bases.", choices=tuple(DTYPES), default=default.basis_dtype)
+    add("norm", "What the coefficients become: signs, or columns of unit norm.", choices=NORMS, default=default.norm)
+    add("side", "Axis of a weight that its blocks divide.", choices=SIDES, default=default.side)
+    add(
+        "source",
+        "Whose second moments give the bases (default: activation, or output-gradient on the output side).",
+        choices=SOURCES,
+    )
     add("backend", "What computes update, moment sums and bases.", choices=BACKENDS, default=default.backend)
     add("precision", "How the signs of the coefficients are found.", choices=PRECISIONS, default=default.precision)
     add(
@@ -134,6 +141,17 @@ def _shards_weights(args: argparse.Namespace) -> bool:
 def _shards_expert_weights(args: argparse.Namespace) -> bool:
     split = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
     return (getattr(args, "expert_tensor_parallel_num_weight_shards", None) or 0) > split
+
+
+def _sees_output_gradients(args: argparse.Namespace) -> bool:
+    source = getattr(args, "dobb_source", None)
+    return source == "output-gradient" or (source is None and getattr(args, "dobb_side", None) == "output")
+
+
+def _recomputes_layers(args: argparse.Namespace) -> bool:
+    granularity = getattr(args, "recompute_granularity", None)
+    modules = set(getattr(args, "recompute_modules", None) or ()) if granularity == "selective" else set()
+    return granularity == "full" or bool(modules & {"mlp", "moe", "mla_up_proj", "shared_experts"})
 
 
 _LEAVE_OUT = "leave it out"
@@ -238,6 +256,18 @@ REFUSALS = (
         _is_set("use_transformer_engine_op_fuser"),
         "fused operations call the hooks of their layers without an input or not at all",
         _LEAVE_OUT,
+    ),
+    Refusal(
+        "with --dobb-source output-gradient, the default of --dobb-side output, and recompute of whole layers",
+        lambda args: _sees_output_gradients(args) and _recomputes_layers(args),
+        "autograd does not follow their first forward pass, whose sequences are the ones to take",
+        "use --dobb-source gram, or --recompute-granularity selective with --recompute-modules core_attn",
+    ),
+    Refusal(
+        "with --dobb-source output-gradient, the default of --dobb-side output, and --fp16",
+        lambda args: _sees_output_gradients(args) and bool(getattr(args, "fp16", False)),
+        "the gradients of the outputs carry the loss scale, and each change of it would weigh the average anew",
+        "use --bf16, or --dobb-source gram",
     ),
     Refusal(
         "with --ckpt-format other than torch_dist",

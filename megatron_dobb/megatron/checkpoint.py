@@ -18,9 +18,9 @@ from ..config import DTYPES, DobbConfig
 from ..errors import CheckpointError
 from ..exchange import RefreshGroup
 from ..owners import Block
-from .manage import fewer_columns_than_blocks
+from .manage import fewer_features_than_blocks
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA = "dobb"  # of Megatron's content metadata
 MOMENT, BASIS = "moment", "basis"
 
@@ -36,6 +36,8 @@ class Saved:
         attempted_steps: steps so far, skipped ones included; the schedule of refreshes counts them.
         capture_sequences: how many sequences feed the moments; None for all, or not settled yet.
         experts_apart: whether Megatron kept the experts in an optimizer of their own.
+        side, source: which axis the blocks divide, and whose second moments those are.
+        refresh_is_asked: whether a due refresh is still to be done, because its step was skipped.
     """
 
     blocks: int | None
@@ -47,6 +49,9 @@ class Saved:
     attempted_steps: int
     capture_sequences: int | None
     experts_apart: bool
+    side: str = "input"
+    source: str = "activation"
+    refresh_is_asked: bool = False
     version: int = FORMAT_VERSION
 
     @classmethod
@@ -60,6 +65,8 @@ class Saved:
             list(config.exclude),
             config.moment_dtype,
             config.basis_dtype,
+            side=config.side,
+            source=config.source or "",
             **others,
         )
 
@@ -90,16 +97,16 @@ class Saved:
         except TypeError as error:
             raise CheckpointError(f"the checkpoint's facts on Dobb are damaged ({error}); use another") from error
 
-    def width(self, name: str, columns: int) -> int | None:
-        """The width that a weight's blocks had; None if it was not on Dobb."""
+    def width(self, name: str, features: int) -> int | None:
+        """The width that a weight's blocks had, on the side that had them; None if it was not on Dobb."""
         config = DobbConfig(
             blocks=self.blocks, block_width=self.block_width, blocks_for=self.blocks_for, exclude=tuple(self.exclude)
         )
         asked = config.blocks_of(name)
-        if config.excluded(name) or fewer_columns_than_blocks(columns, asked):
+        if config.excluded(name) or fewer_features_than_blocks(features, asked):
             return None
-        width = asked.get("width") or columns // (asked.get("blocks") or 1)
-        return width if columns % width == 0 else None
+        width = asked.get("width") or features // (asked.get("blocks") or 1)
+        return width if features % width == 0 else None
 
 
 @dataclass(frozen=True)
@@ -107,13 +114,13 @@ class WeightInModel:
     """Where the blocks that a rank has of a weight lie in the whole model.
 
     Attributes:
-        columns: of the whole weight.
+        features: of the whole weight, which its blocks divide.
         first_block: number, in the whole weight, of the rank's block 0.
         copy: 0 if nobody else keeps these blocks, or this rank is the first of the tensor-parallel ranks that keep
             equal ones; those write the checkpoint.
     """
 
-    columns: int
+    features: int
     first_block: int
     copy: int
 
@@ -142,10 +149,14 @@ class StateOfBlocks:
     Args:
         groups: of the rank's optimizer.
         weights: where their blocks lie, by name.
+        config: the settings of this run. Moments of another side or source are not taken over.
     """
 
-    def __init__(self, groups: Sequence[RefreshGroup], weights: Mapping[str, WeightInModel]) -> None:
+    def __init__(
+        self, groups: Sequence[RefreshGroup], weights: Mapping[str, WeightInModel], config: DobbConfig
+    ) -> None:
         self.groups = groups
+        self.config = config
         self.weights = weights
 
     def to_save(self) -> dict[str, dict[str, ShardedTensor]]:
@@ -215,7 +226,9 @@ class StateOfBlocks:
                         yield group, kind, run, saved_width
 
     def _readable_width(self, group: RefreshGroup, name: str, saved: Saved) -> int | None:
-        width = saved.width(name, self.weights[name].columns)
+        if (saved.side, saved.source) != (self.config.side, self.config.source):
+            return None
+        width = saved.width(name, self.weights[name].features)
         return width if width is not None and width % group.width == 0 else None
 
     def _stored_blocks(self, group: RefreshGroup, run: Run, saved_width: int) -> tuple[int, int]:
@@ -231,7 +244,7 @@ class StateOfBlocks:
             blocks,
             blocks.dtype,
             tuple(blocks.shape),
-            (weight.columns // width, width, width),
+            (weight.features // width, width, width),
             (first, 0, 0),
             None,  # ranks have different numbers of blocks
             replica_id=(0, weight.copy, reader),

@@ -8,45 +8,79 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .manage import ChunkPlan
+from ..config import DobbConfig
+from ..errors import UnsupportedError
+from .manage import ChunkPlan, ManagedWeight
 
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class MomentGroups:
-    """Over which ranks the moment of each weight of this rank is summed.
+    """Over which ranks the moment of each weight of this rank is summed, and the norms of its columns.
 
     Attributes:
-        ranks_of: the global ranks, for each weight's name.
+        ranks_of: the global ranks whose sums make up the moment, for each weight's name.
+        columns_of: the global ranks that share the columns of coefficients, with `--dobb-norm l2`.
         groups: the process group of each such set of ranks.
     """
 
     ranks_of: dict[str, Ranks]
+    columns_of: dict[str, Ranks]
     groups: dict[Ranks, dist.ProcessGroup | None]
 
     @classmethod
-    def create(cls, chunk: Any, plans: Sequence[ChunkPlan]) -> "MomentGroups":
+    def create(cls, chunk: Any, plans: Sequence[ChunkPlan], config: DobbConfig) -> "MomentGroups":
         """The groups for all weights, experts and others, of a rank's model. Collective over all ranks of the job.
 
         Args:
             chunk: one of the rank's model chunks, for Megatron's groups.
             plans: of all its model chunks.
+            config: the settings.
         """
+        weights = [weight for plan in plans for weight in plan.managed]
+        for weight in weights:
+            if weight.is_expert_parallel and weight.parts_over_tp and (config.norm == "l2" or config.source == "gram"):
+                raise UnsupportedError(
+                    f"--dobb-norm {config.norm} with --dobb-source {config.source} does not work with "
+                    f"--expert-tensor-parallel-size above 1, which splits the blocks of {weight.name}: use 1, or "
+                    "--dobb-exclude the experts"
+                )
         same_tokens, over_tensor_parallel = token_ranks(chunk.dp_cp_group, chunk.tp_group)
         # The dispatcher gives all tensor-parallel ranks of an expert the same tokens.
         expert_ranks = tuple(sorted(dist.get_process_group_ranks(chunk.expt_dp_group)))
         ranks_of: dict[str, Ranks] = {}
-        for weight in (weight for plan in plans for weight in plan.managed):
-            geometry = weight.geometry
+        for weight in weights:
             if weight.is_expert_parallel:
                 ranks_of[weight.name] = expert_ranks
-            elif geometry.tokens_over_tp or geometry.replicated:
+            elif _sums_over_tp(weight, config):
                 # Copies that all see the same tokens count them once each, which leaves the mean as it is.
                 ranks_of[weight.name] = over_tensor_parallel
             else:
                 ranks_of[weight.name] = same_tokens
-        return cls(ranks_of, create_groups(list(ranks_of.values()), timeout_of(chunk.dp_cp_group)))
+        columns_of: dict[str, Ranks] = {}
+        if config.norm == "l2":
+            mine = (dist.get_rank(),)
+            shards, shards_over_tp = token_ranks(chunk.intra_dp_cp_group, chunk.tp_group)
+            expert_shards = tuple(sorted(dist.get_process_group_ranks(chunk.intra_expt_dp_group)))
+            tensor_ranks = tuple(sorted(dist.get_process_group_ranks(chunk.tp_group)))
+            for weight in weights:
+                own, over_tp = (mine, tensor_ranks) if weight.output_side else (shards, shards_over_tp)
+                if weight.is_expert_parallel:
+                    columns_of[weight.name] = mine if weight.output_side else expert_shards
+                else:
+                    columns_of[weight.name] = over_tp if weight.parts_over_tp else own
+        wanted = [*ranks_of.values(), *columns_of.values()]
+        return cls(ranks_of, columns_of, create_groups(wanted, timeout_of(chunk.dp_cp_group)))
+
+
+def _sums_over_tp(weight: ManagedWeight, config: DobbConfig) -> bool:
+    """Whether the sums of tensor-parallel ranks make up one moment together."""
+    geometry = weight.geometry
+    if config.source == "gram":  # what is summed are parts of the gradient
+        return weight.parts_over_tp or geometry.replicated
+    over_tp = geometry.outputs_over_tp if weight.output_side else geometry.tokens_over_tp
+    return bool(over_tp) or geometry.replicated
 
 
 def token_ranks(tokens_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup) -> tuple[Ranks, Ranks]:

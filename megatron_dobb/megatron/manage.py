@@ -2,20 +2,22 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..blocks import block_width
+from ..blocks import Shard, block_width
 from ..capture import Source
-from ..config import DobbConfig
+from ..config import Asked, DobbConfig
+from ..errors import UnsupportedError
 from .adapters import SEQUENCE_DIM, Adapter, Geometry, find, imported_class, matrix_of
 from .names import global_names, kind_of, weight_names
 
 __all__ = ["ChunkPlan", "ManagedWeight", "global_names", "manage"]
 
 WIDTH_ATTRIBUTE = "dobb_block_width"
+OUTPUT_SIDE_ATTRIBUTE = "dobb_output_side"
 NAME_ATTRIBUTE = "dobb_name"
 COLUMN_SHARDS_ATTRIBUTE = "dobb_column_shards"
 _MOE_LAYER = "megatron.core.transformer.moe.moe_layer:BaseMoELayer"
@@ -33,6 +35,7 @@ class ManagedWeight:
         adapter: what is known about such layers.
         geometry: its global shape.
         width: width of its blocks.
+        output_side: whether the blocks divide its rows.
         moe: the layer whose router deals an expert its tokens, of which there may be none; None for other weights.
     """
 
@@ -43,6 +46,7 @@ class ManagedWeight:
     adapter: Adapter
     geometry: Geometry
     width: int
+    output_side: bool
     moe: nn.Module | None
 
     @property
@@ -51,12 +55,52 @@ class ManagedWeight:
         return self.parameter.shape[1]
 
     @property
+    def features(self) -> int:
+        """Features that the blocks divide: the whole weight's columns, or its rows."""
+        return self.geometry.rows if self.output_side else self.geometry.columns
+
+    @property
+    def local_blocks(self) -> int:
+        """Blocks of which this rank holds a part, tensor parallelism considered and ZeRO not."""
+        return self.parameter.shape[0 if self.output_side else 1] // self.width
+
+    @property
+    def blocks_over_tp(self) -> bool:
+        """Whether tensor-parallel ranks hold different blocks, rather than parts of the same ones."""
+        return self.local_blocks * self.width < self.features
+
+    @property
+    def parts_over_tp(self) -> bool:
+        """Whether tensor-parallel ranks hold different parts of the same blocks."""
+        features = self.geometry.columns if self.output_side else self.geometry.rows
+        return self.parameter.shape[1 if self.output_side else 0] < features
+
+    def shard(self, start: int, end: int) -> Shard:
+        """A flat range of this rank's part, as `Segment` wants it."""
+        if not self.output_side:
+            return Shard(start, end, self.local_columns, self.width)
+        return Shard(0, end - start, (end - start) // self.local_columns, self.width)
+
+    def held_blocks(self, start: int, end: int) -> tuple[int, ...]:
+        """The blocks of which a flat range of this rank's part holds something."""
+        if not self.output_side:
+            return self.shard(start, end).held_blocks()
+        return tuple(range(start // self.alignment, end // self.alignment))
+
+    @property
+    def alignment(self) -> int:
+        """Elements, from the weight's start, of which every cut inside it is a multiple."""
+        return _alignment(self.width, self.parameter, self.output_side)
+
+    @property
     def is_expert_parallel(self) -> bool:
         """Whether Megatron reduces its gradient over the experts' data-parallel group."""
         return not getattr(self.parameter, "allreduce", True)
 
     def source(self) -> Source:
-        """Where the weight's input activations can be seen."""
+        """Where the weight's input activations can be seen, or the gradients of its outputs."""
+        if self.output_side:
+            return Source(self.name, self.module, self.width, self.adapter.output, SEQUENCE_DIM, of_gradient=True)
         activation = functools.partial(self.adapter.activation, name=self.own_name)
         return Source(self.name, self.module, self.width, activation, SEQUENCE_DIM, batch=self.moe)
 
@@ -70,7 +114,7 @@ class ChunkPlan:
         managed: the weights on Dobb; one that several modules share appears once for each.
         adamw: number of parameters on AdamW and of their elements, for each reason.
         patterns_used: the user's name patterns that matched a weight here.
-        left_out: columns of the matrices, by name, that are on AdamW only because the settings say so.
+        left_out: features of the matrices, by name, that are on AdamW only because the settings say so.
     """
 
     root: nn.Module
@@ -122,13 +166,21 @@ def manage(root: nn.Module, config: DobbConfig) -> ChunkPlan:
         name = known.name if known else matrix.name
         width = known.width if known else _tag(matrix, geometry, config)
         weight = ManagedWeight(
-            name, matrix.parameter, matrix.module, matrix.own_name, matrix.adapter, geometry, width, matrix.moe
+            name,
+            matrix.parameter,
+            matrix.module,
+            matrix.own_name,
+            matrix.adapter,
+            geometry,
+            width,
+            config.side == "output",
+            matrix.moe,
         )
         managed.setdefault(key, weight)
         plan.managed.append(weight)
     for parameter in root.parameters():
         if parameter.requires_grad and id(parameter) not in managed:
-            for tag in (WIDTH_ATTRIBUTE, NAME_ATTRIBUTE):
+            for tag in (WIDTH_ATTRIBUTE, NAME_ATTRIBUTE, OUTPUT_SIDE_ATTRIBUTE):
                 if hasattr(parameter, tag):  # the model was wrapped before, with other settings
                     delattr(parameter, tag)
             reason = reasons.get(id(parameter)) or _shape_reason(parameter)
@@ -164,13 +216,27 @@ def _moe_layers(root: nn.Module) -> dict[int, nn.Module]:
 
 
 def _tag(matrix: _Matrix, geometry: Geometry, config: DobbConfig) -> int:
-    width = block_width(
-        matrix.name, geometry.columns, column_shards=geometry.column_shards, **config.blocks_of(matrix.name)
-    )
-    setattr(matrix.parameter, WIDTH_ATTRIBUTE, width)
+    """Choose a weight's block width, and say to the layout of the buffers what no boundary may cut."""
+    output_side = config.side == "output"
+    if config.source == "output-gradient" and geometry.outputs_over_tp is None:
+        raise UnsupportedError(
+            f"--dobb-source output-gradient cannot see the gradient of the output of {matrix.name}, a "
+            f"{type(matrix.module).__name__}{' of an expert' if matrix.moe is not None else ''}: use --dobb-source "
+            "gram, or leave the weight to AdamW with --dobb-exclude"
+        )
+    features = geometry.rows if output_side else geometry.columns
+    shards = features // matrix.parameter.shape[0] if output_side else geometry.column_shards
+    width = block_width(matrix.name, features, column_shards=shards, side=config.side, **config.blocks_of(matrix.name))
+    setattr(matrix.parameter, WIDTH_ATTRIBUTE, _alignment(width, matrix.parameter, output_side))
+    setattr(matrix.parameter, OUTPUT_SIDE_ATTRIBUTE, output_side)
     setattr(matrix.parameter, NAME_ATTRIBUTE, matrix.name)
-    setattr(matrix.parameter, COLUMN_SHARDS_ATTRIBUTE, geometry.column_shards)
+    setattr(matrix.parameter, COLUMN_SHARDS_ATTRIBUTE, shards)
     return width
+
+
+def _alignment(width: int, parameter: nn.Parameter, output_side: bool) -> int:
+    """A block over the output axis is `width` whole rows."""
+    return width * parameter.shape[1] if output_side else width
 
 
 def _why_not(matrix: _Matrix, config: DobbConfig, plan: ChunkPlan) -> str | None:
@@ -186,20 +252,21 @@ def _why_not(matrix: _Matrix, config: DobbConfig, plan: ChunkPlan) -> str | None
     if getattr(matrix.module, "is_expert", False) and matrix.moe is None:
         return "expert outside of a MoE layer"
     plan.patterns_used |= config.patterns_matching(matrix.name)
-    columns, asked = matrix.adapter.geometry(matrix.module).columns, config.blocks_of(matrix.name)
+    geometry, asked = matrix.adapter.geometry(matrix.module), config.blocks_of(matrix.name)
+    features = geometry.rows if config.side == "output" else geometry.columns
     if config.excluded(matrix.name):
-        plan.left_out[matrix.name] = columns
+        plan.left_out[matrix.name] = features
         return "excluded by --dobb-exclude"
-    if fewer_columns_than_blocks(columns, asked):
+    if fewer_features_than_blocks(features, asked):
         # Low-rank adapters (LoRA) are such. An error would stop a run for matrices that hardly matter.
-        plan.left_out[matrix.name] = columns
-        return "fewer input features than blocks (--dobb-blocks-for can give them their own count)"
+        plan.left_out[matrix.name] = features
+        return f"fewer {config.side} features than blocks (--dobb-blocks-for can give them their own count)"
     return None
 
 
-def fewer_columns_than_blocks(columns: int, asked: Mapping[str, int | None]) -> bool:
+def fewer_features_than_blocks(features: int, asked: Asked) -> bool:
     """Whether a weight is too narrow for the blocks that `DobbConfig.blocks_of` asks for."""
-    return columns < (asked.get("blocks") or asked.get("width") or 0)
+    return features < (asked.get("blocks") or asked.get("width") or 0)
 
 
 def _shape_reason(parameter: nn.Parameter) -> str:

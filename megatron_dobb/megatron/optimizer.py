@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops, reference
-from ..blocks import Shard
-from ..capture import Capture
+from ..capture import Capture, MomentSum, scale_sums
 from ..config import DTYPES, DobbConfig
 from ..errors import ConfigError
 from ..exchange import HeldWeight, RefreshCounts, RefreshGroup
 from .groups import MomentGroups, Ranks
 from .manage import ChunkPlan, ManagedWeight
 from .messages import log_refresh, log_whole_model
+from .norms import ColumnNorms
 from .resumable import MOMENTUM, ResumableOptimizer, is_dobb
 
 GROUPS_ATTRIBUTE, KINDS_ATTRIBUTE = "dobb_moment_groups", "dobb_kinds_on_adamw"
@@ -52,6 +52,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         self.segments = []
         self.shards = []
         self.managed = {}
+        self.cut_of: dict[str, tuple[int, int]] = {}
         plans: list[ChunkPlan] = [chunk.dobb_plan for chunk in model_chunks]
         groups = optimizer.param_groups if optimizer is not None else []
         self.is_expert = any(group["is_expert_parallel"] for group in groups)
@@ -74,7 +75,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         """
         if getattr(chunk, GROUPS_ATTRIBUTE, None) is None:
             setattr(chunk, KINDS_ATTRIBUTE, self._check_whole_model(chunk, plans))
-            setattr(chunk, GROUPS_ATTRIBUTE, MomentGroups.create(chunk, plans))
+            setattr(chunk, GROUPS_ATTRIBUTE, MomentGroups.create(chunk, plans, self.dobb))
         return getattr(chunk, GROUPS_ATTRIBUTE)
 
     def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> set[str]:
@@ -116,15 +117,16 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         mine: Sequence[Sequence[ManagedWeight]],
         moment_groups: MomentGroups,
     ) -> None:
-        shard_of = self._shards_of_managed({id(w.parameter): w for weights in mine for w in weights})
+        self.cut_of = cut_of = self._cuts_of_managed({id(w.parameter): w for weights in mine for w in weights})
         unique = {weight.name: weight for weights in mine for weight in weights}
         self.managed, self.moment_ranks = unique, moment_groups.ranks_of
+        device = torch.device("cuda", torch.cuda.current_device())
+        held: dict[str, tuple[int, ...]] = {}
         members: dict[tuple[Ranks, int], list[HeldWeight]] = {}
         for name, weight in unique.items():
-            shard = shard_of.get(name)
-            held = shard.held_blocks() if shard is not None else ()
+            held[name] = weight.held_blocks(*cut_of[name]) if name in cut_of else ()
             members.setdefault((moment_groups.ranks_of[name], weight.width), []).append(
-                HeldWeight(name, weight.local_columns // weight.width, held, may_be_idle=weight.moe is not None)
+                HeldWeight(name, weight.local_blocks, held[name], may_be_idle=weight.moe is not None)
             )
         basis_of: dict[str, Tensor] = {}
         loads: dict[Ranks, Sequence[int]] = {}
@@ -135,19 +137,21 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                 moment_groups.groups[ranks],
                 moment_dtype=DTYPES[self.dobb.moment_dtype],
                 basis_dtype=DTYPES[self.dobb.basis_dtype],
-                device=torch.device("cuda", torch.cuda.current_device()),
+                device=device,
                 loads=loads.get(ranks, ()),
             )
             before = loads.get(ranks, [0] * group.ranks)
             loads[ranks] = [a + b for a, b in zip(before, group.ownership.work(), strict=True)]
             self.refresh_groups.append(group)
             basis_of.update({w.key: group.basis_of(w.key) for w in held_weights if w.held})
-        self._build_segments(unique, shard_of, basis_of)
+        self._build_segments(unique, cut_of, basis_of)
+        if self.dobb.norm == "l2":
+            self.column_norms = ColumnNorms(unique, moment_groups.columns_of, moment_groups.groups, held, device)
         for plan, weights in zip(plans, mine, strict=True):
             self.captures.append(
                 Capture(
                     plan.root,
-                    [weight.source() for weight in weights],
+                    [weight.source() for weight in weights] if self.dobb.captures else [],
                     self.dobb.capture_sequences,
                     rank=self.model_chunks[0].dp_group.rank(),
                     ranks=self.model_chunks[0].dp_group.size(),
@@ -171,16 +175,16 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                 )
             )
 
-    def _shards_of_managed(self, managed: dict[int, ManagedWeight]) -> dict[str, Shard]:
-        shards = {}
+    def _cuts_of_managed(self, managed: dict[int, ManagedWeight]) -> dict[str, tuple[int, int]]:
+        """The flat range of every weight that this rank's shard holds."""
+        cuts = {}
         for _, model, _ in self._managed_pairs():
-            weight = managed[id(model)]
             cut = self._get_model_param_range_map(model)["param"]
-            shards[weight.name] = Shard(cut.start, cut.end, weight.local_columns, weight.width)
-        return shards
+            cuts[managed[id(model)].name] = cut.start, cut.end
+        return cuts
 
     def _build_segments(
-        self, managed: dict[str, ManagedWeight], shard_of: dict[str, Shard], basis_of: dict[str, Tensor]
+        self, managed: dict[str, ManagedWeight], cut_of: dict[str, tuple[int, int]], basis_of: dict[str, Tensor]
     ) -> None:
         name_of = {id(weight.parameter): name for name, weight in managed.items()}
         self.segments = [[] for _ in self.optimizer.param_groups]
@@ -189,16 +193,17 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             name = name_of[id(model)]
             momentum = torch.zeros_like(shard, dtype=torch.float32)
             self.optimizer.state[shard][MOMENTUM] = momentum
-            geometry = managed[name].geometry
+            weight = managed[name]
             self.segments[index].append(
                 reference.Segment(
                     name,
-                    shard_of[name],
-                    geometry.rows,
-                    geometry.columns,
+                    weight.shard(*cut_of[name]),
+                    weight.geometry.rows,
+                    weight.geometry.columns,
                     shard.detach(),
                     momentum,
-                    basis_of[name],
+                    basis_of[name] if self.dobb.source != "none" else None,
+                    weight.output_side,
                 )
             )
             self.shards[index].append(shard)
@@ -207,10 +212,11 @@ class DobbDistributedOptimizer(ResumableOptimizer):
 
     def _begin_step(self) -> None:
         for capture in self.captures:
-            capture.begin(armed=self._refresh_is_due())
+            capture.begin(armed=self.dobb.captures and self._refresh_is_due())
 
     def _refresh_is_due(self) -> bool:
-        return self.refresh_is_asked or self.dobb.refresh_due(self.attempted_steps)
+        asked = self.refresh_is_asked and self.dobb.source != "none"
+        return asked or self.dobb.refresh_due(self.attempted_steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Megatron's zero_grad; also starts the captures of the coming step (again, when Megatron reruns one)."""
@@ -222,16 +228,26 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         """Refresh the bases if this step is due, whatever becomes of its gradients, then Megatron's own work."""
         if not self.is_stub_optimizer:
             if self._refresh_is_due():
-                self._refresh()
-                self.refresh_is_asked = False
+                # Moments of the gradient wait until Megatron has judged it; a skipped step leaves its refresh due.
+                self.refresh_is_asked = not self.dobb.captures
+                if self.dobb.captures:
+                    self._refresh(self._captured())
             self.attempted_steps += 1
             self._begin_step()
         return super().prepare_grads()
 
-    def _refresh(self) -> None:
+    def _captured(self) -> dict[str, MomentSum]:
         sums = {}
         for capture in self.captures:
             sums.update(capture.take())
+        config = self.model_chunks[0].config
+        if self.dobb.source == "output-gradient" and not config.calculate_per_token_loss:
+            # They are those of a rank's mean loss. The mean over the ranks, of which Megatron makes the gradients of
+            # the weights, knows no number of ranks.
+            scale_sums(sums.values(), 1 / self.model_chunks[0].dp_cp_group.size())
+        return sums
+
+    def _refresh(self, sums: dict[str, MomentSum]) -> None:
         to_report = RefreshCounts()
         for group in self.refresh_groups:
             found = group.refresh(
@@ -246,7 +262,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             if group.rank == 0:  # it speaks for the group, of which the job's first rank need not be a member
                 to_report.skipped += found.skipped
                 to_report.fallbacks += found.fallbacks
-        log_refresh(self.attempted_steps + 1, to_report, self.refresh_counts)
+        log_refresh(self.attempted_steps + int(self.dobb.captures), to_report, self.refresh_counts)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -264,7 +280,13 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             [s.name for segments in self.segments for s in segments],
             [g for group in gradients for g in group],
         )
-        for group, segments, group_gradients in zip(self.optimizer.param_groups, self.segments, gradients, strict=True):
+        if self.refresh_is_asked and self.dobb.source == "gram":
+            self._refresh(self._grams(gradients))
+            self.refresh_is_asked = False
+        scales = self._column_scales(gradients)
+        for group, segments, group_gradients, group_scales in zip(
+            self.optimizer.param_groups, self.segments, gradients, scales, strict=True
+        ):
             self._pending += ops.update(
                 segments,
                 group_gradients,
@@ -275,9 +297,36 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                 update_scale=self.dobb.update_scale,
                 precision=self.dobb.precision,
                 backend=self.dobb.backend,
+                column_scales=group_scales,
             )
         with self._only_adamw_groups():
             return super().step_with_ready_grads()
+
+    def _grams(self, gradients: Sequence[Sequence[Tensor]]) -> dict[str, MomentSum]:
+        """What this rank's part of the gradient adds to `G^T G` of every weight, or to `G G^T` on the output side."""
+        sums = {weight.key: MomentSum() for group in self.refresh_groups for weight in group.weights}
+        for segments, of_group in zip(self.segments, gradients, strict=True):
+            for segment, gradient in zip(segments, of_group, strict=True):
+                weight = self.managed[segment.name]
+                held = weight.held_blocks(*self.cut_of[segment.name])
+                total = ops.gradient_gram(segment, gradient, weight.local_blocks, held, self.dobb.backend)
+                # Entries of the whole gradient, also where other tensor-parallel ranks have blocks of their own.
+                entries = gradient.numel() * (weight.features // (weight.local_blocks * weight.width))
+                sums[segment.name] = MomentSum(total, entries, calls=1)
+        return sums
+
+    def _column_scales(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor] | None]:
+        """Dobb-l2's, for every param group."""
+        if self.dobb.norm != "l2":
+            return [None] * len(self.segments)
+        flat = self.column_norms.scales(
+            [segment for segments in self.segments for segment in segments],
+            [gradient for of_group in gradients for gradient in of_group],
+            momentum=self.dobb.momentum,
+            nesterov=self.dobb.nesterov,
+        )
+        remaining = iter(flat)
+        return [[next(remaining) for _ in segments] for segments in self.segments]
 
     @contextlib.contextmanager
     def _only_adamw_groups(self) -> Iterator[None]:

@@ -24,6 +24,9 @@ def start_table(optimizer: DobbDistributedOptimizer, plans: Sequence[ChunkPlan])
     elements = sum(w.parameter.numel() for w in managed.values())
     kind = "expert matrices" if optimizer.is_expert else "matrices"
     lines = [f"dobb: {len(managed)} {kind} ({elements:,} elements)"]
+    settings = optimizer.dobb
+    if (settings.norm, settings.side, settings.source) != ("sign", "input", "activation"):
+        lines.append(f"dobb: variant: norm {settings.norm}, side {settings.side}, source {settings.source}")
     lines += _shape_lines(managed.values()) if managed else []
     reasons: dict[str, list[int]] = {}
     for plan in plans if not optimizer.is_expert else ():  # the optimizer of the other weights says it for all
@@ -36,10 +39,10 @@ def start_table(optimizer: DobbDistributedOptimizer, plans: Sequence[ChunkPlan])
 
 
 def _shape_lines(managed: Iterable[ManagedWeight]) -> list[str]:
-    shapes = Counter((w.geometry.rows, w.geometry.columns, w.width) for w in managed)
+    shapes = Counter((w.geometry.rows, w.geometry.columns, w.features // w.width, w.width) for w in managed)
     lines = ["dobb:   count       m       n  blocks  width"]
-    for (rows, columns, width), count in shapes.items():
-        lines.append(f"dobb:   {count:5d} {rows:7d} {columns:7d} {columns // width:7d} {width:6d}")
+    for (rows, columns, blocks, width), count in shapes.items():
+        lines.append(f"dobb:   {count:5d} {rows:7d} {columns:7d} {blocks:7d} {width:6d}")
     return lines
 
 
@@ -52,7 +55,7 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
     ]
     padded = sum(found.bucket_indices[-1][1] for found in layouts)
     stock = sum(found.dobb_stock_numel for found in layouts)
-    groups = optimizer.refresh_groups
+    groups, settings = optimizer.refresh_groups, optimizer.dobb
     moments = sum(g.moment.numel() * g.moment.element_size() for g in groups)
     bases = sum(g.basis.numel() * g.basis.element_size() for g in groups)
     momenta = sum(s.momentum.numel() * s.momentum.element_size() for group in optimizer.segments for s in group)
@@ -62,13 +65,15 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
     to_holders = sum(
         p.numel() * g.width**2 * g.basis.element_size() for g in groups for p in g.basis_sends if g.ranks > 1
     )
+    norms = optimizer.column_norms.bytes_reduced() if settings.norm == "l2" else 0
+    others = f"{norms / MIB:.2f} MiB of column norms on every step" if norms else "nothing on other steps"
     more = f" ({100 * (padded - stock) / stock:+.2f} %)" if stock else ""
     return [
         f"dobb: param/grad buffers of {padded:,} elements, {padded - stock:,} more than AdamW's{more}",
         f"dobb: state of this rank: momentum {momenta / MIB:.1f} MiB, moments {moments / MIB:.1f} MiB, "
         f"bases {bases / MIB:.1f} MiB; captured sums of a refresh step {transient / MIB:.1f} MiB at most",
         f"dobb: sent by this rank on a refresh step: {reduced / MIB:.2f} MiB reduce-scattered, "
-        f"{to_owners / MIB:.2f} MiB to owners, {to_holders / MIB:.2f} MiB of bases; nothing on other steps",
+        f"{to_owners / MIB:.2f} MiB to owners, {to_holders / MIB:.2f} MiB of bases; {others}",
     ]
 
 

@@ -19,6 +19,7 @@ from .groups import Ranks
 from .manage import ManagedWeight
 from .messages import log_load, say
 from .names import kind_of
+from .others import refusal
 from .reshardable import ReshardableOptimizer
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
@@ -73,7 +74,7 @@ class ResumableOptimizer(ReshardableOptimizer):
             )
         saved = Saved.read(metadata) if is_loading else None
         if is_loading:
-            self._check(saved)
+            self._check(saved, metadata)
         state = super().sharded_state_dict(model_sharded_state_dict, is_loading, sharding_type, metadata)
         blocks = self._state_of_blocks()
         if not is_loading:
@@ -103,11 +104,14 @@ class ResumableOptimizer(ReshardableOptimizer):
             log_load(self.refresh_groups, None)
             return
         report = blocks.take(mine, saved)
-        self._continue(saved.attempted_steps, saved.capture_sequences, ask=bool(report.cut or report.restarted))
+        ask = saved.refresh_is_asked or bool(report.cut or report.restarted)
+        self._continue(saved.attempted_steps, saved.capture_sequences, ask=ask)
         log_load(self.refresh_groups, report)
 
-    def _check(self, saved: Saved | None) -> None:
+    def _check(self, saved: Saved | None, metadata: dict[str, Any]) -> None:
         if saved is None:
+            if reason := refusal(metadata):
+                raise CheckpointError(reason)
             if not self.dobb.load_other_optimizer:
                 raise CheckpointError(
                     "the checkpoint's content metadata have no state of Dobb: another optimizer wrote it. Continue it "
@@ -125,8 +129,8 @@ class ResumableOptimizer(ReshardableOptimizer):
             )
 
         for chunk in self.model_chunks:
-            for name, columns in chunk.dobb_plan.left_out.items():
-                if saved.width(name, columns) is not None:
+            for name, features in chunk.dobb_plan.left_out.items():
+                if saved.width(name, features) is not None:
                     raise CheckpointError(
                         f"{name} was on Dobb in the run that saved the checkpoint and is on AdamW in this one, for "
                         "which there is no second moment of its gradient: do not --dobb-exclude it, nor ask for more "
@@ -148,6 +152,7 @@ class ResumableOptimizer(ReshardableOptimizer):
             attempted_steps=self.attempted_steps,
             capture_sequences=int(agreed) or None,
             experts_apart=self._experts_are_apart(),
+            refresh_is_asked=self.refresh_is_asked,
         )
 
     def _continue(self, attempted_steps: int, capture_sequences: int | None, *, ask: bool) -> None:
@@ -162,18 +167,23 @@ class ResumableOptimizer(ReshardableOptimizer):
         raise NotImplementedError
 
     def _state_of_blocks(self) -> StateOfBlocks:
-        return StateOfBlocks(self.refresh_groups, {name: self._in_model(w) for name, w in self.managed.items()})
+        weights = {name: self._in_model(w) for name, w in self.managed.items()}
+        return StateOfBlocks(self.refresh_groups, weights, self.dobb)
 
     def _in_model(self, weight: ManagedWeight) -> WeightInModel:
         group = self.expert_tp_group if weight.moe is not None else self.tp_group
-        peers, columns = dist.get_process_group_ranks(group), weight.geometry.columns
-        if weight.geometry.column_shards > 1:
-            return WeightInModel(columns, group.rank() * (weight.local_columns // weight.width), 0)
+        peers = dist.get_process_group_ranks(group)
+        if weight.blocks_over_tp:
+            return WeightInModel(weight.features, group.rank() * weight.local_blocks, 0)
         # Where the moment is summed over the tensor-parallel ranks too, a block has one owner among all of them.
         shared = set(peers) <= set(self.moment_ranks[weight.name])
-        return WeightInModel(columns, 0, 0 if shared else group.rank())
+        return WeightInModel(weight.features, 0, 0 if shared else group.rank())
 
     # Flat state.
+
+    def _ranks_that_load(self) -> dist.ProcessGroup | None:
+        # Every rank has the optimizer of the other weights, and not every pipeline stage has experts.
+        return super()._ranks_that_load() if self.is_expert else None
 
     def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, Tensor]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)

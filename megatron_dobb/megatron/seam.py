@@ -15,7 +15,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..postimport import after_import
 from . import compat
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
-from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
+from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, OUTPUT_SIDE_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
@@ -174,13 +174,15 @@ def _patch_layout(module: ModuleType) -> None:
                 getattr(p, WIDTH_ATTRIBUTE, 0),
                 getattr(p, "shared_embedding", False),
                 getattr(p, NAME_ATTRIBUTE, ""),
-                columns=p.shape[-1] if hasattr(p, WIDTH_ATTRIBUTE) else 0,
+                columns=_row_length(p),
                 column_shards=getattr(p, COLUMN_SHARDS_ATTRIBUTE, 1),
+                whole_rows=getattr(p, OUTPUT_SIDE_ATTRIBUTE, False),
             )
             for p in placed
         ]
         divisor = end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
         aligned = layout.align(items, bucket_size, data_parallel_world_size, divisor)
+        layout.check_row_blocks(aligned, stock.bucket_indices[-1][1])
         ours = type(stock)(
             param_index_map={
                 p: (start, end, bucket)
@@ -196,6 +198,13 @@ def _patch_layout(module: ModuleType) -> None:
 
     base._compute_per_buffer_param_layout = staticmethod(_compute_per_buffer_param_layout)
     _keep_from_other_optimizers(base)
+
+
+def _row_length(parameter: Any) -> int:
+    """`columns` of `layout.Item`."""
+    if not hasattr(parameter, WIDTH_ATTRIBUTE):
+        return 0
+    return parameter.numel() if getattr(parameter, OUTPUT_SIDE_ATTRIBUTE, False) else parameter.shape[-1]
 
 
 def _keep_from_other_optimizers(base: Any) -> None:
@@ -246,7 +255,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
     @functools.wraps(load_common)
     def load_common_state_dict(checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return load_common(checkpoint_dir, *args, **kwargs)
+            common = load_common(checkpoint_dir, *args, **kwargs)
         except (Exception, CheckpointException) as error:
             from .preflight import diagnosis
 
@@ -254,6 +263,11 @@ def _patch_checkpoints(module: ModuleType) -> None:
             if reason is None:
                 raise
             raise CheckpointError(reason) from error
+        if active() is not None:
+            from .others import note_writer
+
+            note_writer(common)
+        return common
 
     module.load = checked_load  # type: ignore[attr-defined]
     module.load_common_state_dict = load_common_state_dict  # type: ignore[attr-defined]

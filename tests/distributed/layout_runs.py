@@ -209,7 +209,7 @@ class Run:
 
     def first_block(self, name: str, blocks: int) -> int:
         """The global number of the first of this rank's `blocks` blocks."""
-        return first_block(name, self.weights[name], blocks)
+        return first_block(name, self.weights[name], blocks, over_rows=self.managed[name].output_side)
 
     def load(
         self,
@@ -283,7 +283,7 @@ class Run:
                 segment.name,
                 *part_of(segment.name, self.weights[segment.name]),
                 tuple(self.weights[segment.name].shape),
-                segment.shard.start,
+                optimizer.cut_of[segment.name][0],
                 values(segment, parameter).clone(),
             )
             for optimizer in self.dobbs

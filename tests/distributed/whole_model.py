@@ -65,9 +65,10 @@ def whole_parameters(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     return wholes
 
 
-def first_block(name: str, parameter: Any, blocks: int) -> int:
+def first_block(name: str, parameter: Any, blocks: int, over_rows: bool = False) -> int:
     """The global number of the first of this rank's `blocks` blocks of a weight."""
-    return tensor_group(name).rank() * blocks if split_dimension(name, parameter) == 1 else 0
+    own = split_dimension(name, parameter) == (0 if over_rows else 1)
+    return tensor_group(name).rank() * blocks if own else 0
 
 
 def fill(parameters: Mapping[str, Any]) -> None:

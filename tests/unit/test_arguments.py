@@ -47,6 +47,9 @@ FLAGS = {
     "update_scale": (["0.3"], 0.3),
     "moment_dtype": (["bf16"], "bf16"),
     "basis_dtype": (["fp32"], "fp32"),
+    "norm": (["l2"], "l2"),
+    "side": (["output"], "output"),
+    "source": (["gram"], "gram"),
     "backend": (["reference"], "reference"),
     "precision": (["bf16"], "bf16"),
     "load_other_optimizer": ([], True),
@@ -78,6 +81,13 @@ REFUSED = {
     "with --optimizer-cuda-graph": ["--optimizer-cuda-graph"],
     "with --use-mup": ["--use-mup"],
     "with --use-transformer-engine-op-fuser": ["--use-transformer-engine-op-fuser"],
+    "with --dobb-source output-gradient, the default of --dobb-side output, and recompute of whole layers": [
+        *("--dobb-side", "output", "--recompute-granularity", "full"),
+        *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ],
+    "with --dobb-source output-gradient, the default of --dobb-side output, and --fp16": [
+        *("--dobb-side", "output", "--dobb-source", "output-gradient", "--fp16"),
+    ],
     "with --ckpt-format other than torch_dist": ["--save", "out", "--ckpt-format", "torch"],
     "with --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type", "local"],
 }
@@ -142,7 +152,7 @@ def test_every_setting_has_its_flag_and_every_flag_its_setting(megatrons_parser)
 def test_a_flag_sets_the_setting_of_its_name_and_no_other(validate, name):
     words, value = FLAGS[name]
     validate([*DOBB, flag(name), *words])
-    changed = {name: value} if name != "block_width" else {name: value, "blocks": None}
+    changed = {name: value} | {"block_width": {"blocks": None}, "side": {"source": "output-gradient"}}.get(name, {})
     assert dataclasses.asdict(seam.active()) == dataclasses.asdict(DobbConfig()) | changed
 
 

@@ -27,6 +27,8 @@ class Geometry:
         tokens_over_tp: whether tensor-parallel ranks see different tokens (the input is a sequence shard).
         replicated: whether every tensor-parallel rank holds the whole weight. Such a weight gets one basis for all
             of them, or rounding would let the copies drift apart.
+        outputs_over_tp: whether tensor-parallel ranks see different tokens in the layer's output (it is a sequence
+            shard); None if the gradient of the output cannot be seen.
     """
 
     rows: int
@@ -34,6 +36,7 @@ class Geometry:
     column_shards: int
     tokens_over_tp: bool
     replicated: bool = False
+    outputs_over_tp: bool | None = None
 
 
 class Adapter:
@@ -77,6 +80,16 @@ class Adapter:
             `[s, b, n]`; `[tokens, n]` for an expert.
         """
         return args[0] if args else kwargs["input_"]
+
+    def output(self, module: Any, output: Any) -> Tensor:
+        """The product of the layer's weight with its input, `[s, b, m]` with the rows that this rank holds.
+
+        Args:
+            module: the layer.
+            output: what its forward call returned.
+        """
+        product: Tensor = output[0] if isinstance(output, tuple) else output
+        return product
 
 
 def imported_class(path: str) -> type | None:

@@ -16,7 +16,9 @@ class ColumnParallel(Adapter):
         """See `Adapter.geometry`."""
         # With explicit expert communication, somebody else gathers the sequence before the layer sees it.
         shard = bool(module.sequence_parallel and not module.explicit_expert_comm)
-        return Geometry(module.output_size, module.input_size, 1, shard)
+        whole = module.gather_output and size(module.tp_group) > 1  # every rank then has the outputs of all
+        seen = None if module.is_expert or whole else False
+        return Geometry(module.output_size, module.input_size, 1, shard, outputs_over_tp=seen)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
         """See `Adapter.activation`."""
@@ -31,7 +33,9 @@ class RowParallel(Adapter):
     def geometry(self, module: Any) -> Geometry:
         """See `Adapter.geometry`."""
         shards = module.input_size // module.input_size_per_partition
-        return Geometry(module.output_size, module.input_size, shards, False)
+        # With explicit expert communication, somebody else reduces what the layer returns.
+        seen = None if module.is_expert or module.explicit_expert_comm else bool(module.sequence_parallel)
+        return Geometry(module.output_size, module.input_size, shards, False, outputs_over_tp=seen)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
         """See `Adapter.activation`."""

@@ -31,7 +31,7 @@ class Replicated(Adapter):
         rows, columns = module.weight.shape
         # Not the layer's own flag: alone of its tensor-parallel ranks, it has switched that off.
         shard = bool(module.config.sequence_parallel and size(module._tp_group) > 1)
-        return Geometry(rows, columns, 1, shard, replicated=size(module._tp_group) > 1)
+        return Geometry(rows, columns, 1, shard, replicated=size(module._tp_group) > 1, outputs_over_tp=shard)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
         """See `Adapter.activation`."""
@@ -48,7 +48,8 @@ class Column(Adapter):
         rows, columns = module.weight.shape
         # An expert, or a shared expert that overlaps the dispatcher, has no mode: others gather its sequence.
         shard = bool(module.sequence_parallel and module.parallel_mode == "column")
-        return Geometry(rows * size(module._tp_group), columns, 1, shard)
+        seen = False if module.parallel_mode == "column" else None
+        return Geometry(rows * size(module._tp_group), columns, 1, shard, outputs_over_tp=seen)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
         """See `Adapter.activation`."""
@@ -74,7 +75,9 @@ class Row(Adapter):
     def geometry(self, module: Any) -> Geometry:
         """See `Adapter.geometry`."""
         rows, columns = module.weight.shape
-        return Geometry(rows, columns * size(module._tp_group), size(module._tp_group), False)
+        shards = size(module._tp_group)
+        seen = bool(module.sequence_parallel) if module.parallel_mode == "row" else None
+        return Geometry(rows, columns * shards, shards, False, outputs_over_tp=seen)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
         """See `Adapter.activation`."""
