@@ -22,6 +22,7 @@ from .comparison import (
 )
 from .geometry import parts
 from .measures import effective_rank, orthogonality
+from .optimizers import tensors_of
 from .results import Command, Result, standard_error
 from .runs import MissingPart, Run, dobb
 from .training import train
@@ -88,7 +89,7 @@ class Spectra:
         if step == 0 or step % self.every or not isinstance(optimizer, Dobb):
             return
         found = []
-        for name, state in optimizer.state_dict()["dobb"]["weights"].items():
+        for name, state in tensors_of(optimizer):
             basis = state["basis"].float()
             width = basis.shape[-1]
             for _, momentum in parts(name, state["momentum"]):

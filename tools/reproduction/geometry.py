@@ -17,7 +17,7 @@ from megatron_dobb import Dobb, reference
 from .comparison import add_size_arguments, size_of
 from .dion import Dion
 from .measures import effective_rank, orthogonality
-from .optimizers import newton_schulz
+from .optimizers import newton_schulz, tensors_of
 from .paper import TABLE_2
 from .results import Command, Result, spread
 from .runs import METHODS, MissingPart, Run, Size
@@ -59,7 +59,7 @@ def dobb_updates(model: nn.Module, batches: Batches, blocks: int, refreshes: int
         loss_of(model, batches.next()).backward()
         optimizer.step()
     found = {}
-    for name, state in optimizer.state_dict()["dobb"]["weights"].items():
+    for name, state in tensors_of(optimizer):
         momentum, basis = state["momentum"], state["basis"].float()
         direction = reference.direction(momentum.unflatten(1, (len(basis), -1)), basis).flatten(1)
         found[name] = momentum, direction

@@ -7,7 +7,7 @@ is scaled by `tau sqrt(max(m, n))`, `tau = 0.2`, everywhere (paper, Table 9).
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,12 @@ def build_dion(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
         decay = run.weight_decay / factor
         groups.append({"params": [matrix], "lr": run.learning_rate * factor, "weight_decay": decay})
     return [dion(groups, lr=run.learning_rate, mu=0.95, **run.method.settings), adamw(others, run)]
+
+
+def tensors_of(optimizer: Dobb) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Every weight on Dobb by name, with its `momentum` `[m, n]`, `moment` and `basis` `[B, b, b]`."""
+    for name, weight in optimizer.on_dobb.items():
+        yield name, optimizer.state[weight.parameter]
 
 
 BUILDERS: dict[str, Callable[[nn.Module, Run], list[torch.optim.Optimizer]]] = {

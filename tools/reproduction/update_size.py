@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_dobb import Dobb, reference
 
 from .dion import Dion
-from .optimizers import UPDATE_SCALE, Muon
+from .optimizers import UPDATE_SCALE, Muon, tensors_of
 from .results import Command, Result
 from .runs import METHODS, Method
 
@@ -73,12 +73,17 @@ def step_of(layer: Layer, build: Callable[[nn.Linear], torch.optim.Optimizer]) -
 def dobb_step(layer: Layer, settings: Mapping[str, Any]) -> Update:
     """What `megatron_dobb.Dobb` does with these settings."""
     raw, optimizer = step_of(layer, lambda linear: Dobb(nn.Sequential(linear), 1.0, 0.0, **settings))
-    (state,) = optimizer.state_dict()["dobb"]["weights"].values()
-    basis = state["basis"].float()
-    if {"norm", "side", "source"} & settings.keys():  # the coefficients then lie elsewhere or are not signs
-        return Update(raw)
-    coefficients = reference.project(state["momentum"].unflatten(1, (len(basis), -1)), basis)
-    return Update(raw, float((coefficients != 0).float().mean()))
+    ((_, state),) = tensors_of(optimizer)
+    # A column of this is a direction of the basis, or a row of the weight on the output side.
+    momentum = state["momentum"].T if settings.get("side") == "output" else state["momentum"]
+    coefficients = momentum
+    if settings.get("source") != "none":
+        basis = state["basis"].float()
+        coefficients = reference.project(momentum.unflatten(1, (len(basis), -1)), basis)
+    nonzero = coefficients != 0
+    if settings.get("norm") == "l2":  # each column is scaled as a whole
+        nonzero = nonzero.any(dim=0)
+    return Update(raw, float(nonzero.float().mean()))
 
 
 def muon_step(layer: Layer, settings: Mapping[str, Any]) -> Update:
@@ -163,8 +168,9 @@ def table9(dead: float, shapes: Sequence[tuple[int, int]] = SHAPES, seed: int = 
         ("optimizer", "m x n", "formula", "filled", "||O||^2", "expected", "RMS(sO)", "expected"),
         rows,
         [
-            "'filled' is the fraction of nonzero coefficients, sign(0) being 0; {dead:.0%} of the input features are "
-            "always zero. Expected is the paper's formula times that fraction.",
+            "'filled' is the fraction of nonzero coefficients, sign(0) being 0; with l2 of nonzero columns, with Muon of "
+            f"nonzero singular values. {dead:.0%} of the input features are always zero. Expected is the paper's formula "
+            "times that fraction.",
             *notes,
         ],
     )
