@@ -168,9 +168,9 @@ def table9(dead: float, shapes: Sequence[tuple[int, int]] = SHAPES, seed: int = 
         ("optimizer", "m x n", "formula", "filled", "||O||^2", "expected", "RMS(sO)", "expected"),
         rows,
         [
-            "'filled' is the fraction of nonzero coefficients, sign(0) being 0; with l2 of nonzero columns, with Muon of "
-            f"nonzero singular values. {dead:.0%} of the input features are always zero. Expected is the paper's formula "
-            "times that fraction.",
+            "'filled' is the fraction of nonzero coefficients, sign(0) being 0; with l2 of nonzero columns, with Muon "
+            f"of nonzero singular values. {dead:.0%} of the input features are always zero. Expected is the paper's "
+            "formula times that fraction.",
             *notes,
         ],
     )
