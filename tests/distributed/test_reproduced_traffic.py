@@ -17,3 +17,11 @@ def test_an_update_of_dobb_passes_nothing_and_a_refresh_the_triangles_of_the_mom
     assert triangles + matrices <= scattered <= triangles + matrices + 1
     assert others > 0, "the owners get blocks and send bases"
     assert tensor[3:5] == (0, 0), "one data-parallel rank has nobody to tell"
+
+
+def test_scaling_columns_costs_one_element_per_column_of_a_sharded_output_axis(monkeypatch):
+    monkeypatch.setattr(traffic, "VARIANTS", {"Dobb-l2": traffic.VARIANTS["Dobb-l2"]})
+    ((name, _, _, flat, tensor, how),) = traffic.table7()[0].rows
+    assert (name, how) == ("Dobb-l2", "measured")
+    assert flat == (64 + 32 + 64 + 256) / 4
+    assert tensor == (64 + 64) / 4, "QKV and fc1 are cut on their output axis, the other two on their input axis"
