@@ -1,0 +1,1 @@
+"""What `tools/reproduce.py` does: one module for each group of the paper's results."""

@@ -1,0 +1,67 @@
+"""The command line of `tools/reproduce.py`."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from megatron_dobb.errors import DobbError
+
+from . import ablations, comparison, curves, geometry, orthogonality, traffic, update_size
+from .results import Command, save_json, save_plot, show
+from .runs import MissingPart
+
+COMMANDS: dict[str, Command] = {
+    **orthogonality.COMMANDS,
+    **geometry.COMMANDS,
+    **traffic.COMMANDS,
+    **update_size.COMMANDS,
+    **comparison.COMMANDS,
+    **ablations.COMMANDS,
+    **curves.COMMANDS,
+}
+
+
+def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, and refuse what could only fail after the work is done."""
+    parser = argparse.ArgumentParser(prog="tools/reproduce.py", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.help, description=command.help)
+        own.add_argument("--json", type=Path, help="write the tables and the data behind them to this file")
+        own.add_argument("--plot", type=Path, help="draw them into this file, such as figure.png")
+        own.add_argument("--threads", type=int, default=None, help="CPU threads of this process (default: PyTorch's)")
+        command.add_arguments(own)
+    options = parser.parse_args(words)
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"--{name} {path}: there is no folder {path.parent}; make it first")
+    for name in ("threads", "seeds", "jobs", "steps", "sequences", "refreshes", "size"):
+        value = getattr(options, name, None)
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name} {value}: must be 1 or more")
+    return options
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit status."""
+    options = read_options(words)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    console = Console(width=None if os.isatty(1) else 140)
+    try:
+        results = COMMANDS[options.command].run(options)
+    except (MissingPart, DobbError) as error:
+        console.print(f"error: {error}", style="red", highlight=False, markup=False)
+        return 2
+    show(console, results)
+    if options.json:
+        save_json(results, options.json)
+    if options.plot and not save_plot(results, options.plot):
+        console.print(f"--plot {options.plot}: nothing of {options.command} can be drawn; no file was written")
+        return 2
+    return 0
