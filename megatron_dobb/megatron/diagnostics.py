@@ -133,11 +133,10 @@ class Diagnostics:
             sink(step, figures)
         if not sinks and not self._said_that_nobody_listens:
             self._said_that_nobody_listens = True
-            interval = flag("log_diagnostics_interval")
             print(
-                f"dobb: {interval} {config.dobb.log_diagnostics_interval}, but nothing takes the diagnostics of step {step} or of "
-                f"those to come: give --tensorboard-dir or --wandb-project, set OptimizerConfig.{SINK_ATTRIBUTE} to a "
-                f"function of step and figures, or leave {interval} out",
+                f"dobb: {flag('log_diagnostics_interval')} {config.dobb.log_diagnostics_interval}, but nothing takes "
+                f"the diagnostics of step {step} or of those to come: give --tensorboard-dir (with tensorboard) or "
+                f"--wandb-project, or set OptimizerConfig.{SINK_ATTRIBUTE} to a function of step and figures",
                 flush=True,
             )
 

@@ -5,10 +5,11 @@ must change neither a bit of the training nor, on other steps, a call of torch.d
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
-from global_form import merge
+from global_form import join_shards, merge
 from layout_runs import EXPERTS, SEQUENCES, Layout, Run, global_batch, start
 from torch.nn.functional import normalize
 
@@ -16,22 +17,20 @@ from megatron_dobb import DobbConfig
 from megatron_dobb.megatron.diagnostics import SINK_ATTRIBUTE
 from testbed import gpt, processes, traffic
 
-STEPS, INTERVAL, MU, TAU = 4, 2, 0.95, 0.2
+STEPS, INTERVAL, MU, TAU = 3, 2, 0.95, 0.2
 SIGN, L2 = ("sign", "input", "activation"), ("l2", "output", "gram")
 ONE, ONE_WITH_EXPERTS = Layout(micro_batch=SEQUENCES), Layout(micro_batch=SEQUENCES, experts=True)
+BOTH = Layout(4, tensor=2, sequence_parallel=True, micro_batch=6)
 CASES = {
     "one process": (ONE, SIGN),
-    "DP 2": (Layout(2, micro_batch=4), SIGN),
-    "TP 2": (Layout(2, tensor=2, micro_batch=12), SIGN),
-    "DP 2 x TP 2 + SP": (Layout(4, tensor=2, sequence_parallel=True, micro_batch=6), SIGN),
+    "DP 2 x TP 2 + SP": (BOTH, SIGN),
     "two instances": (Layout(4, micro_batch=6, instances=2), SIGN),
     "PP 2": (Layout(2, pipeline=2, micro_batch=6), SIGN),
     "l2 of the outputs, one process": (ONE, L2),
-    "l2 of the outputs, DP 2 x TP 2": (Layout(4, tensor=2, micro_batch=6), L2),
+    "l2 of the outputs, DP 2 x TP 2 + SP": (BOTH, L2),
     "experts, one process": (ONE_WITH_EXPERTS, SIGN),
     "experts apart": (Layout(2, micro_batch=6, experts=True, expert=2), SIGN),
 }
-ONE_OF = {ONE: "one process", ONE_WITH_EXPERTS: "experts, one process"}
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -51,24 +50,21 @@ def config_of(norm, side, source, interval):
     )
 
 
-def train(layout, variant):
-    """Losses, state and calls without and with logs; the logs, and what the first of them is about."""
+def train(layout, variants):
+    """For every variant, without and with logs: losses, states, gradients and calls of all steps, and the logs."""
     start(layout)
     found = {}
-    for interval in (0, INTERVAL):
-        run, logs, calls = Run(layout, config_of(*variant, interval)), {}, []
+    for variant, interval in itertools.product(variants, (0, INTERVAL)):
+        run, logs = Run(layout, config_of(*variant, interval)), {}
         setattr(run.dobb.config, SINK_ATTRIBUTE, logs.__setitem__)
-        gradients = note_gradients(run)
-        losses, states = [], []
+        found[variant, interval] = seen = {"losses": [], "states": [], "calls": [], "logs": logs}
+        seen["gradients"] = note_gradients(run)
         for step in range(STEPS):
-            with traffic.record() as of_step:
-                losses.append(gpt.train_step(run.chunks, run.optimizer, global_batch(step), layout.micro_batch))
-            calls.append(of_step)
-            states.append(run.snapshot())
-        before = states[0].bases
-        last = states[INTERVAL - 1], gradients[INTERVAL - 1]
-        found[interval] = {"losses": losses, "states": states, "calls": calls, "logs": logs, "last": last}
-        del before
+            with traffic.record() as calls:
+                loss = gpt.train_step(run.chunks, run.optimizer, global_batch(step), layout.micro_batch)
+            seen["losses"].append(loss)
+            seen["calls"].append(calls)
+            seen["states"].append(run.snapshot())
     return found
 
 
@@ -87,16 +83,22 @@ def note_gradients(run):
 
 
 @functools.cache
-def trained(case):
+def trained(layout):
+    variants = [variant for other, variant in CASES.values() if other == layout]
+    return processes.run(layout.world, train, layout, variants)
+
+
+def seen_by(case, interval=INTERVAL):
+    """What every rank saw, with logs or without."""
     layout, variant = CASES[case]
-    return processes.run(layout.world, train, layout, variant)
+    return [rank[variant, interval] for rank in trained(layout)]
 
 
-def logs_of(case):
-    *others, last = trained(case)
-    assert not any(rank[INTERVAL]["logs"] for rank in others), "the last rank writes, and no other"
-    assert list(last[INTERVAL]["logs"]) == [2, 4]
-    return last[INTERVAL]["logs"]
+def log_of(case):
+    *others, last = seen_by(case)
+    assert not any(rank["logs"] for rank in others), "the last rank writes, and no other"
+    assert list(last["logs"]) == [INTERVAL]
+    return last["logs"][INTERVAL]
 
 
 def entropy_rank(values):
@@ -129,28 +131,19 @@ def stated(norm, side, momentum, gradient, moments, bases):
 @every_case
 def test_the_log_says_of_the_whole_model_what_float64_does(case):
     norm, side, _ = CASES[case][1]
-    log = dict(logs_of(case)[INTERVAL])
+    log = dict(log_of(case))
     assert log.pop("dobb/skipped_blocks") == log.pop("dobb/fallback_blocks") == 0
-    ranks = [rank[INTERVAL] for rank in trained(case)]
-    state = merge([rank["states"][INTERVAL - 1] for rank in ranks])
-    gradients = joined([rank["last"][1] for rank in ranks])
+    state = merge([rank["states"][INTERVAL - 1] for rank in seen_by(case)])
+    gradients = [rank["gradients"][INTERVAL - 1] for rank in seen_by(case)]
     expected = {}
     for name, momentum in state.momenta.items():
         bases, moments = state.bases[name].double(), state.moments[name].double()
-        for metric, value in stated(norm, side, momentum, gradients[name], moments, bases).items():
+        gradient = join_shards(gradients, name)
+        for metric, value in stated(norm, side, momentum, gradient, moments, bases).items():
             expected[f"dobb/{metric}/{name}"] = float(value)
             expected.setdefault(f"dobb/{metric}", []).append(float(value))
     expected = {k: sum(v) / len(v) if isinstance(v, list) else v for k, v in expected.items()}
     assert log == pytest.approx(expected, rel=1e-5)
-
-
-def joined(shards_of_ranks):
-    from global_form import join_shards
-
-    return {
-        name: join_shards(shards_of_ranks, name)
-        for name in {shard.name for shards in shards_of_ranks for shard in shards}
-    }
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "one process" not in case])
@@ -158,13 +151,12 @@ def test_every_layout_logs_what_one_process_does(case):
     layout, variant = CASES[case]
     one = ONE_WITH_EXPERTS if layout.experts else ONE
     (alone,) = [name for name, found in CASES.items() if found == (one, variant)]
-    assert logs_of(case)[INTERVAL] == pytest.approx(logs_of(alone)[INTERVAL], rel=1e-5)
+    assert log_of(case) == pytest.approx(log_of(alone), rel=1e-5)
 
 
 @every_case
 def test_logging_changes_no_bit_of_the_training(case):
-    for rank in trained(case):
-        without, with_logs = rank[0], rank[INTERVAL]
+    for without, with_logs in zip(seen_by(case, 0), seen_by(case), strict=True):
         assert repr(without["losses"]) == repr(with_logs["losses"])  # NaN before the last pipeline stage
         for plain, logged in zip(without["states"], with_logs["states"], strict=True):
             for kind in ("parameters", "moments", "bases"):
@@ -177,10 +169,9 @@ def test_logging_changes_no_bit_of_the_training(case):
 
 @every_case
 def test_only_logged_steps_communicate_more_and_all_ranks_alike(case):
-    ranks = trained(case)
     layout, _ = CASES[case]
-    for rank in ranks:
-        for number, (plain, logged) in enumerate(zip(rank[0]["calls"], rank[INTERVAL]["calls"], strict=True), start=1):
+    for without, with_logs in zip(seen_by(case, 0), seen_by(case), strict=True):
+        for number, (plain, logged) in enumerate(zip(without["calls"], with_logs["calls"], strict=True), start=1):
             if number % INTERVAL:
                 assert logged == plain
                 continue
@@ -195,5 +186,5 @@ def test_only_logged_steps_communicate_more_and_all_ranks_alike(case):
 
 
 def test_the_experts_of_all_ranks_are_in_the_log():
-    names = {name for name in logs_of("experts apart")[INTERVAL] if name.startswith("dobb/orthogonality/")}
+    names = {name for name in log_of("experts apart") if name.startswith("dobb/orthogonality/")}
     assert len({name for name in names if ".local_experts." in name}) == 2 * 2 * EXPERTS
