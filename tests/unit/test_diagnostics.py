@@ -213,7 +213,8 @@ def test_nothing_is_computed_on_other_steps(monkeypatch):
     for name in ("sums_of_step", "sums_of_moment", "sums_of_rotation", "sums_of_spectrum", "update_direction"):
         monkeypatch.setattr(diagnostics, name, fail)
     train()
-    # The log after step 9 looks at the refresh before step 7, and at no other.
+    # The log after step 9 looks at the refresh before step 7, and at no other; that after step 10 at its own.
+    train(steps=9, diagnostics=print, log_diagnostics_interval=10)
     train(steps=6, diagnostics=print, log_diagnostics_interval=9)
     with pytest.raises(AssertionError, match="computed"):
         train(steps=7, diagnostics=print, log_diagnostics_interval=9)
