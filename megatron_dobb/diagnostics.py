@@ -15,6 +15,12 @@ from torch import Tensor
 from .reference import Segment, direction, step_scale
 
 PREFIX = "dobb"
+METRICS = (
+    *("update_rms", "orthogonality", "update_effective_rank"),
+    *("basis_residual", "moment_effective_rank", "refresh_rotation"),
+)
+"""The figures of a weight, in the order of the log."""
+
 SPECTRA_AT_ONCE = 2
 """Weights whose update's singular values are computed in one log, where the user names none."""
 
@@ -182,10 +188,12 @@ def named(weights: Mapping[str, Sums], skipped: int, fallbacks: int) -> dict[str
         weights: the sums of every weight, by its name.
         skipped, fallbacks: blocks that refreshes left alone, and that Householder finished, since the start.
     """
+    of_weights = {name: metrics(weights[name]) for name in sorted(weights)}
     by_metric: dict[str, dict[str, float]] = {}
-    for name in sorted(weights):
-        for metric, value in metrics(weights[name]).items():
-            by_metric.setdefault(metric, {})[name] = value
+    for metric in METRICS:
+        values = {name: found[metric] for name, found in of_weights.items() if metric in found}
+        if values:
+            by_metric[metric] = values
     log = {f"{PREFIX}/{metric}": math.fsum(values.values()) / len(values) for metric, values in by_metric.items()}
     log |= {f"{PREFIX}/skipped_blocks": float(skipped), f"{PREFIX}/fallback_blocks": float(fallbacks)}
     for metric, values in by_metric.items():

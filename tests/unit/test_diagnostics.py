@@ -197,6 +197,7 @@ def test_without_patterns_all_weights_are_logged_and_two_spectra_at_a_time():
     looked_at = [[name for name in log if name.startswith("dobb/orthogonality/")] for log in logs.values()]
     assert [len(names) for names in looked_at] == [2, 2, 2]
     assert len({name for names in looked_at for name in names}) == 5
+    assert all(list(log)[:6] == [f"dobb/{metric}" for metric in diagnostics.METRICS] for log in logs.values())
     for log in logs.values():
         assert sum(name.startswith("dobb/update_rms/") for name in log) == 5
     only = {}
