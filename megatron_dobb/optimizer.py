@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import diagnostics as figures
-from . import ops, reference
+from . import ops, reference, state
 from .bases import ModelBases
 from .blocks import Shard
 from .capture import MomentSum, scale_sums
@@ -21,9 +21,7 @@ from .exchange import RefreshCounts
 from .keywords import Exclude, check_sink, named_as_keywords, read_settings
 from .linear import BatchCapture, LinearWeight, choose, logger, unwrap
 from .observer import Observer, Sink
-
-STATE = "dobb"
-"""The key of Dobb's own part of `state_dict()`, and of the mark of its param groups."""
+from .state import STATE
 
 _owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.WeakKeyDictionary()
 """The Dobb whose hooks are on a layer."""
@@ -121,6 +119,10 @@ class Dobb(torch.optim.Optimizer):
             name: torch.zeros_like(weight.parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
             for name, weight in self.on_dobb.items()
         }
+        self._live = {
+            name: {"momentum": momentum, "moment": self._bases.moment_of(name), "basis": self._bases.basis_of(name)}
+            for name, momentum in self._momentum.items()
+        }
         self._capture = BatchCapture(
             root,
             [source for weight in self.on_dobb.values() for source in weight.sources()],
@@ -133,6 +135,7 @@ class Dobb(torch.optim.Optimizer):
         self._remove = weakref.finalize(self, _release, self._capture)
         self._remove.atexit = False
         _owner_of.update({source.module: weakref.ref(self) for source in self._capture.sources})
+        self._show_state()
         self._begin()
 
     def _make_groups(self, root: nn.Module) -> list[dict[str, Any]]:
@@ -153,6 +156,8 @@ class Dobb(torch.optim.Optimizer):
         if param_group.setdefault(STATE, False) and hasattr(self, "_bases"):
             raise ConfigError("Dobb chooses its weights when it is built: build a new one for the whole model")
         super().add_param_group(param_group)
+        if hasattr(self, "_bases"):
+            state.begin_adamw(self.state, self.param_groups)
 
     def remove_hooks(self) -> None:
         """Take the hooks off the model, so that another Dobb can be built for it. The next refresh would fail."""
@@ -202,6 +207,8 @@ class Dobb(torch.optim.Optimizer):
                 due = [self._weight_of[p] for p in group["params"] if p.grad is not None]
                 self._update(due, float(group["lr"]), group["weight_decay"])
         self._adamw.param_groups = [group for group in self.param_groups if not group[STATE]]
+        if self.attempted_steps == 1:  # the model may have been moved or converted since
+            state.begin_adamw(self.state, self.param_groups)
         self._adamw.state = self.state
         self._adamw.step()
         if self._observer.is_due(self.attempted_steps):
@@ -346,14 +353,9 @@ class Dobb(torch.optim.Optimizer):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's state as in every optimizer, and Dobb's by weight name under `dobb`; the same on every rank."""
-        state = super().state_dict()
-        state[STATE] = {
-            "attempted_steps": self.attempted_steps,
-            "capture_sequences": self._capture.sequences,
-            "weights": {name: self._tensors_of(name) for name in self.on_dobb},
-        }
-        return state
+        """State as of every optimizer, and the names of the weights under `dobb`; the same on every rank."""
+        self._note_counters()
+        return {**super().state_dict(), STATE: {"names": list(self.on_dobb)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, on any number of ranks; every rank loads the same.
@@ -362,48 +364,30 @@ class Dobb(torch.optim.Optimizer):
             ConfigError: if the state has no part of Dobb's, or not exactly that of these weights and blocks. Nothing
                 was changed then.
         """
-        saved: Any = state_dict.get(STATE)
-        self._check_loadable(saved)
-        super().load_state_dict(state_dict)
+        saved = state.read(state_dict, self.param_groups, self.on_dobb, self._live, self.config)
+        super().load_state_dict(saved.of_adamw)
         with torch.no_grad():
-            for name, tensors in saved["weights"].items():
-                for key, tensor in self._tensors_of(name).items():
-                    tensor.copy_(tensors[key])
+            for name, tensors in self._live.items():
+                for key, tensor in tensors.items():
+                    tensor.copy_(saved.weights[name][key])
         self._bases.take_owned_moments()
-        self.attempted_steps = saved["attempted_steps"]
+        self.attempted_steps = saved.attempted_steps
         if self.config.capture == "first":
-            self._capture.sequences = self.config.capture_sequences or saved["capture_sequences"]
+            self._capture.sequences = self.config.capture_sequences or saved.capture_sequences
+        self._show_state()
         self._begin()
 
-    def _tensors_of(self, name: str) -> dict[str, Tensor]:
-        """The live state of a weight: momentum `[m, n]`, moments and bases `[B, b, b]`."""
-        return {
-            "momentum": self._momentum[name],
-            "moment": self._bases.moment_of(name),
-            "basis": self._bases.basis_of(name),
-        }
+    def _show_state(self) -> None:
+        """Let `self.state` and the param groups have what they have in an optimizer that has taken a step."""
+        self.state.update({self.on_dobb[name].parameter: tensors for name, tensors in self._live.items()})
+        state.begin_adamw(self.state, self.param_groups)
+        self._note_counters()
 
-    def _check_loadable(self, saved: Any) -> None:
-        if not isinstance(saved, Mapping) or not saved.keys() >= {"attempted_steps", "capture_sequences", "weights"}:
-            raise ConfigError("this state_dict has no complete 'dobb' part: it was not saved by Dobb")
-        weights = saved["weights"]
-        for names, problem in (
-            (self.on_dobb.keys() - weights.keys(), "this state_dict has no state of"),
-            (weights.keys() - self.on_dobb.keys(), "this optimizer does not have on Dobb, but the state_dict has,"),
-        ):
-            if names:
-                shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
-                raise ConfigError(f"{problem} {shown}: build it for the same model with the same exclude")
-        for name, weight in self.on_dobb.items():
-            for key, tensor in self._tensors_of(name).items():
-                if key not in weights[name]:
-                    raise ConfigError(f"this state_dict has no {key} of {name}")
-                if weights[name][key].shape != tensor.shape:
-                    raise ConfigError(
-                        f"this state_dict has the {key} of {name} as {list(weights[name][key].shape)}, and this "
-                        f"optimizer as {list(tensor.shape)}, with {weight.blocks} blocks of {weight.width} columns: "
-                        "use the same model and the same blocks or block_width"
-                    )
+    def _note_counters(self) -> None:
+        for group in self.param_groups:
+            if group[STATE]:
+                group.update(state.counters(self.attempted_steps, self._capture.sequences))
+                group.update(side=self.config.side, source=self.config.source)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(

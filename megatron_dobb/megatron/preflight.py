@@ -93,8 +93,8 @@ def _advice(key: str) -> str:
         return (
             "its optimizer state is dp_reshardable, which needs the same weights in the same buckets. Keep the model "
             "and the optimizer of the run that saved it, and what decides the buckets: --ddp-bucket-size (its default "
-            "grows with the data-parallel size), --overlap-grad-reduce and --dobb-blocks. A run that saves with "
-            "--dist-ckpt-optim-fully-reshardable can be continued with any of these changed"
+            "grows with the data-parallel size), --overlap-grad-reduce, --bf16 or --fp16, and --dobb-blocks. A run "
+            "that saves with --dist-ckpt-optim-fully-reshardable can be continued with any of these changed"
         )
     if _OURS in key:
         return "it was saved by a run of another model, or with other weights on Dobb; --no-load-optim starts anew"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -27,6 +28,9 @@ _REPAIRED_UPSTREAM = "cumulative_padding_stripped"  # a variable of Megatron's o
 
 _DIFFERING = 0.01
 """Of a parameter's elements, how many may differ from the model's weights by more than rounding."""
+
+_COARSEST, _SMALLEST = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float16).smallest_normal
+"""Rounding of weights that were saved in any dtype, whatever they are now: relative, of values from so small on."""
 
 
 class ReshardableOptimizer(DistributedOptimizer):
@@ -152,9 +156,10 @@ class ReshardableOptimizer(DistributedOptimizer):
         """See Megatron's.
 
         Raises:
-            CheckpointError: if a master is not that of the model's weight; nothing was loaded.
+            CheckpointError: on all ranks, if a master is not that of the model's weight; nothing was loaded.
         """
         self._check_masters(state_dict)
+        self._take_whole_masters(state_dict)
         super().load_parameter_state_from_fully_reshardable(state_dict)
 
     @contextlib.contextmanager
@@ -198,22 +203,47 @@ class ReshardableOptimizer(DistributedOptimizer):
                 )
 
     def _check_masters(self, state: dict[int, dict[str, Tensor]]) -> None:
+        found: list[str | None] = [None] * dist.get_world_size(self._ranks_that_load())
+        dist.all_gather_object(found, self._wrong_masters(state), group=self._ranks_that_load())
+        wrong = next((text for text in found if text is not None), None)
+        if wrong is not None:
+            raise CheckpointError(
+                f"the optimizer state in this checkpoint is not that of its weights: {wrong}. megatron-core 0.19 "
+                "writes such state with --dist-ckpt-optim-fully-reshardable where buckets are padded, and it cannot be "
+                "recovered; start from the weights alone with --no-load-optim, or from a checkpoint saved without that "
+                "flag"
+            )
+
+    def _ranks_that_load(self) -> dist.ProcessGroup | None:
+        """The ranks that certainly load when this one does; None for all."""
+        return self.data_parallel_group
+
+    def _wrong_masters(self, state: dict[int, dict[str, Tensor]]) -> str | None:
+        """Which of the masters that this rank owns differ from their weight by more than rounding."""
         for number, parameter in self._parameters_in_order():
             shard = self._owned_shard(parameter)
             if shard is None or self._is_distopt_quantized_param(parameter):
                 continue
             weight = parameter.detach().flatten()[shard].float()
             master = state[number]["param"].flatten()[shard].to(weight)
-            kind = torch.finfo(parameter.dtype)
-            differing = (master - weight).abs() > kind.eps * weight.abs().clamp(min=kind.smallest_normal)
+            differing = (master - weight).abs() > _COARSEST * weight.abs().clamp(min=_SMALLEST)
             if int(differing.sum()) > _DIFFERING * weight.numel():
-                raise CheckpointError(
-                    f"the optimizer state in this checkpoint is not that of its weights: {int(differing.sum())} of "
-                    f"{weight.numel()} masters of a parameter of shape {tuple(parameter.shape)} differ from it. "
-                    "megatron-core 0.19 writes such state with --dist-ckpt-optim-fully-reshardable where buckets are "
-                    "padded, and it cannot be recovered; start from the weights alone with --no-load-optim, or from "
-                    "a checkpoint saved without that flag"
+                return (
+                    f"{int(differing.sum())} of {weight.numel()} masters of a parameter of shape "
+                    f"{tuple(parameter.shape)} differ from it"
                 )
+        return None
+
+    @torch.no_grad()
+    def _take_whole_masters(self, state: dict[int, dict[str, Tensor]]) -> None:
+        """Where masters are parts of the parameters, let every rank have them whole.
+
+        If the weights were saved in a coarser type, each rank would otherwise compute with the masters it owns and with
+        rounded values of the others until their first step.
+        """
+        for number, parameter in self._parameters_in_order():
+            if parameter.dtype == torch.float32 and not self._is_distopt_quantized_param(parameter):
+                parameter.copy_(state[number]["param"].reshape_as(parameter))
 
 
 def _buckets(state: dict[Any, Any]) -> Iterator[list[dict[str, Any]]]:

@@ -19,6 +19,7 @@ from .groups import Ranks
 from .manage import ManagedWeight
 from .messages import log_load, say
 from .names import kind_of
+from .others import refusal
 from .reshardable import ReshardableOptimizer
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
@@ -73,7 +74,7 @@ class ResumableOptimizer(ReshardableOptimizer):
             )
         saved = Saved.read(metadata) if is_loading else None
         if is_loading:
-            self._check(saved)
+            self._check(saved, metadata)
         state = super().sharded_state_dict(model_sharded_state_dict, is_loading, sharding_type, metadata)
         blocks = self._state_of_blocks()
         if not is_loading:
@@ -107,8 +108,10 @@ class ResumableOptimizer(ReshardableOptimizer):
         self._continue(saved.attempted_steps, saved.capture_sequences, ask=ask)
         log_load(self.refresh_groups, report)
 
-    def _check(self, saved: Saved | None) -> None:
+    def _check(self, saved: Saved | None, metadata: dict[str, Any]) -> None:
         if saved is None:
+            if reason := refusal(metadata):
+                raise CheckpointError(reason)
             if not self.dobb.load_other_optimizer:
                 raise CheckpointError(
                     "the checkpoint's content metadata have no state of Dobb: another optimizer wrote it. Continue it "
@@ -177,6 +180,10 @@ class ResumableOptimizer(ReshardableOptimizer):
         return WeightInModel(weight.features, 0, 0 if shared else group.rank())
 
     # Flat state.
+
+    def _ranks_that_load(self) -> dist.ProcessGroup | None:
+        # Every rank has the optimizer of the other weights, and not every pipeline stage has experts.
+        return super()._ranks_that_load() if self.is_expert else None
 
     def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, Tensor]:
         tensors = super()._get_main_param_and_optimizer_states(model_param)

@@ -255,7 +255,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
     @functools.wraps(load_common)
     def load_common_state_dict(checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return load_common(checkpoint_dir, *args, **kwargs)
+            common = load_common(checkpoint_dir, *args, **kwargs)
         except (Exception, CheckpointException) as error:
             from .preflight import diagnosis
 
@@ -263,6 +263,11 @@ def _patch_checkpoints(module: ModuleType) -> None:
             if reason is None:
                 raise
             raise CheckpointError(reason) from error
+        if active() is not None:
+            from .others import note_writer
+
+            note_writer(common)
+        return common
 
     module.load = checked_load  # type: ignore[attr-defined]
     module.load_common_state_dict = load_common_state_dict  # type: ignore[attr-defined]

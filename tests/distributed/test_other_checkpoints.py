@@ -217,6 +217,44 @@ def test_other_types_of_storage_keep_the_values(reblocked):
         assert loaded.bases[name].dtype == torch.float32
 
 
+IN_BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+
+
+def of_type(dtype, config):
+    return Run(PAIR, config, IN_BF16, **IN_BF16) if dtype == torch.bfloat16 else Run(PAIR, config)
+
+
+def exchange_types(path):
+    start(PAIR)
+    run = Run(PAIR, CONFIG)
+    go_on(run, 0, 2)
+    states, dtypes = [run.snapshot()], (torch.bfloat16, torch.float32)
+    for dtype in dtypes:
+        for sharding in FORMATS:
+            save(run, path / f"{sharding} for {dtype}", sharding)
+        run = of_type(dtype, replace(CONFIG, moment_dtype="bf16", basis_dtype="fp32"))
+        refused = error_of(run, path / f"dp_reshardable for {dtype}")
+        load(run, path / f"fully_reshardable for {dtype}")
+        states.append(run.snapshot())
+    return states, refused, go_on(run, 2, 4)
+
+
+def test_a_model_of_another_type_continues_from_the_same_values(tmp_path):
+    for states, refused, losses in processes.run(2, exchange_types, tmp_path):
+        first, in_bf16, back = states
+        for state in (in_bf16, back):
+            for mine, saved in zip(state.masters + state.momenta, first.masters + first.momenta, strict=True):
+                assert mine.values.dtype == torch.float32
+                assert torch.equal(mine.values, saved.values)
+            assert all(torch.equal(state.moments[key], first.moments[key].bfloat16()) for key in first.moments)
+            assert all(torch.equal(state.bases[key], first.bases[key].float()) for key in first.bases)
+        for name, weight in first.parameters.items():
+            assert torch.equal(in_bf16.parameters[name], weight.bfloat16())
+            assert torch.equal(back.parameters[name], weight), "the masters', not the rounded weights"
+        assert "--bf16 or --fp16" in refused
+        assert losses[1] < losses[0]
+
+
 # What cannot be loaded.
 
 

@@ -6,7 +6,15 @@ import flips
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_dobb import Dobb
@@ -76,6 +84,12 @@ def snapshot(model, optimizer):
     return copy.deepcopy((getattr(model, "module", model).state_dict(), optimizer.state_dict()))
 
 
+def on_dobb(state):
+    """The tensors of the weights on Dobb, by name."""
+    group = next(group for group in state["param_groups"] if group["dobb"])
+    return {name: state["state"][key] for key, name in zip(group["params"], state["dobb"]["names"], strict=True)}
+
+
 def assert_same(one, other):
     """Equal to the last bit."""
     if isinstance(one, dict):
@@ -121,9 +135,9 @@ def test_two_processes_equal_one_to_the_last_bit_where_sums_are_exact():
 
     (one, _), *_ = processes.run(1, run)
     for two, work in processes.run(2, run):
-        assert two[1]["dobb"].pop("capture_sequences") == BATCH // 2
+        assert two[1]["param_groups"][0]["capture_sequences"] == BATCH // 2
         assert_same(two[0], one[0])
-        assert_same(two[1]["dobb"]["weights"], one[1]["dobb"]["weights"])
+        assert_same(on_dobb(two[1]), on_dobb(one[1]))
         assert min(work) == max(work) > 0
 
 
@@ -154,8 +168,8 @@ def test_ranks_hold_the_same_bits_and_train_as_one_process_does(settings):
     loose = settings["basis_dtype"] == "bf16"  # where a basis differs by one rounding
     for step, (weights, state) in ranks[0]:
         expected_weights, expected_state = after[step]
-        for name, tensors in state["dobb"]["weights"].items():
-            expected = expected_state["dobb"]["weights"][name]
+        for name, tensors in on_dobb(state).items():
+            expected = on_dobb(expected_state)[name]
             scale = expected["moment"].abs().amax()
             assert (tensors["moment"] - expected["moment"]).abs().amax() <= (8e-3 if loose else 1e-5) * scale
             signs = (tensors["basis"].float() * expected["basis"].float()).sum(1, keepdim=True).sign()
@@ -183,7 +197,7 @@ def test_the_first_sequences_of_the_global_batch_are_captured_on_every_layout():
     def run(micro_batches):
         model, optimizer = setup(capture_sequences=5)
         train(model, optimizer, [0], micro_batches)
-        return optimizer.state_dict()["dobb"]["weights"]["first.weight"]["moment"][0]
+        return on_dobb(optimizer.state_dict())["first.weight"]["moment"][0]
 
     for world, micro_batches in ((1, 1), (1, 4), (2, 1), (2, 2), (2, 4)):
         for moment in processes.run(world, run, micro_batches):
@@ -214,9 +228,54 @@ def test_one_rank_saves_alone_and_any_number_of_ranks_resumes():
         assert_same(resumed, end)
     [(restored, resumed)] = processes.run(1, second_half)
     assert_same(restored, middle)
-    assert resumed[1]["dobb"]["capture_sequences"] == BATCH
-    for name, tensors in resumed[1]["dobb"]["weights"].items():
-        torch.testing.assert_close(tensors["moment"], end[1]["dobb"]["weights"][name]["moment"], rtol=0.05, atol=1e-2)
+    assert resumed[1]["param_groups"][0]["capture_sequences"] == BATCH
+    for name, tensors in on_dobb(resumed[1]).items():
+        torch.testing.assert_close(tensors["moment"], on_dobb(end[1])[name]["moment"], rtol=0.05, atol=1e-2)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_and_broadcast_states_carry_everything_to_any_number_of_ranks(flat, tmp_path):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def states(model, optimizer):
+        return dict(zip(("weights", "state"), get_state_dict(model, optimizer, options=options), strict=True))
+
+    def save():
+        model, optimizer = setup()
+        train(model, optimizer, range(5))
+        dcp.save(states(model, optimizer), checkpoint_id=tmp_path)
+        saved = snapshot(model, optimizer)
+        train(model, optimizer, range(5, STEPS))
+        return saved, snapshot(model, optimizer)
+
+    def load():
+        model, optimizer = setup()
+        loaded = states(model, optimizer)
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        set_state_dict(
+            model, optimizer, model_state_dict=loaded["weights"], optim_state_dict=loaded["state"], options=options
+        )
+        restored = snapshot(model, optimizer)
+        train(model, optimizer, range(5, STEPS if dist.get_world_size() == 2 else 6))
+        return restored, snapshot(model, optimizer), from_rank_0(optimizer, model)
+
+    def from_rank_0(trained, model):
+        first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        full = get_optimizer_state_dict(model, trained, options=StateDictOptions(full_state_dict=True))
+        again, optimizer = setup()
+        set_optimizer_state_dict(again, optimizer, full if dist.get_rank() == 0 else {}, options=first)
+        assert_same(on_dobb(optimizer.state_dict()), on_dobb(trained.state_dict()))
+        return optimizer.attempted_steps
+
+    (saved, end), (_, other_end) = processes.run(2, save)
+    assert_same(end, other_end)
+    for restored, resumed, steps in processes.run(2, load):
+        assert_same(restored, saved)
+        assert_same(resumed, end)
+        assert steps == STEPS
+    [(restored, _, steps)] = processes.run(1, load)
+    assert_same(restored, saved)
+    assert steps == 6
 
 
 def test_what_goes_wrong_is_raised_on_every_rank_and_changes_nothing():
@@ -247,7 +306,7 @@ def test_a_layer_used_on_one_rank_only_is_refreshed_on_all():
         model, optimizer = setup(capture="all")
         backward(model, batch(0), spare=dist.get_rank() == 1)
         optimizer.step()
-        return optimizer.state_dict()["dobb"]["weights"]["spare.weight"]
+        return on_dobb(optimizer.state_dict())["spare.weight"]
 
     first, second = processes.run(2, run)
     assert_same(first, second)

@@ -7,14 +7,15 @@ statement knows of shards; the output side is the input side of the transposed m
 
 import functools
 
+import checkpoint_runs
 import pytest
 import torch
-from global_form import merge
+from global_form import is_row_parallel, merge
 from layout_runs import SEQUENCES, Layout, Run, global_batch, start
 from torch.nn.functional import normalize
 
 from megatron_dobb import DobbConfig
-from testbed import gpt, processes
+from testbed import gpt, processes, traffic
 
 ONE = Layout(micro_batch=SEQUENCES)
 LAYOUTS = [
@@ -38,13 +39,26 @@ VARIANTS = [
 LR, DECAY, MU, BETA, TAU, CAPTURED, STEPS = 2e-3, 0.1, 0.95, 0.95, 0.2, 10, 5
 
 
-PAIRS = [
-    (layout, variant)
-    for layout in LAYOUTS
-    for variant in VARIANTS
-    # Whole row blocks would pad small buckets by more than is allowed.
-    if not (layout.bucket_size and variant[1] == "output")
+OF_EXPERTS = [("l2", "input", "gram"), ("l2", "output", "none")]
+"""What does not depend on which sequences an expert's tokens are of."""
+
+LAYOUTS_WITH_EXPERTS = [
+    Layout(micro_batch=SEQUENCES, experts=True),
+    Layout(2, micro_batch=6, experts=True, expert=2),
+    Layout(4, tensor=2, sequence_parallel=True, micro_batch=6, experts=True, expert=2),
 ]
+PAIRS = [
+    *(
+        (layout, variant)
+        for layout in LAYOUTS
+        for variant in VARIANTS
+        # Whole row blocks would pad small buckets by more than is allowed.
+        if not (layout.bucket_size and variant[1] == "output")
+    ),
+    *((layout, variant) for layout in LAYOUTS_WITH_EXPERTS for variant in OF_EXPERTS),
+    *((Layout(4, micro_batch=3, instances=2), variant) for variant in OF_EXPERTS),
+]
+"""Every layout with the variants that are run on it."""
 
 
 def config_of(norm, side, source):
@@ -112,8 +126,7 @@ def seen_by_one_process():
 
 def stated_moments(name, source, gradient, blocks):
     """The moments of one refresh from zero, `[B, b, b]`; `gradient` is that of the side whose blocks are columns."""
-    inputs, gradients = seen_by_one_process()[name]
-    rows = {"activation": inputs, "output-gradient": gradients, "gram": gradient}[source]
+    rows = gradient if source == "gram" else seen_by_one_process()[name][source == "output-gradient"]
     count = gradient.numel() if source == "gram" else len(rows)
     return torch.stack([(1 - BETA) * x.t() @ x / count for x in rows.chunk(blocks, dim=1)])
 
@@ -133,11 +146,12 @@ def stated_weight(weight, momentum, bases, norm):
 def test_a_step_is_the_stated_one(layout, variant):
     norm, side, source = variant
     before, after, _ = trained(layout)[variant]
-    assert before.momenta.keys() == after.momenta.keys() == seen_by_one_process().keys()
+    assert before.momenta.keys() == after.momenta.keys()
+    assert layout.experts or after.momenta.keys() == seen_by_one_process().keys()
     for name, momentum in after.momenta.items():
 
         def turn(matrix):
-            return matrix.double().t() if side == "output" else matrix.double()  # noqa: B023
+            return matrix.double().t() if side == "output" else matrix.double()
 
         gradient = turn(momentum) / (1 - MU)
         weight, moved = turn(before.parameters[name]), turn(after.parameters[name])
@@ -155,9 +169,9 @@ def test_a_step_is_the_stated_one(layout, variant):
         assert (moved - expected).abs().max() <= 1e-5 * weight.square().mean().sqrt(), name
 
 
-@pytest.mark.parametrize(("layout", "variant"), [pair for pair in PAIRS if pair[0] != ONE], ids=named)
+@pytest.mark.parametrize(("layout", "variant"), [pair for pair in PAIRS if pair[0].world > 1], ids=named)
 def test_every_layout_trains_as_one_process_does(layout, variant):
-    _, expected, expected_losses = trained(ONE)[variant]
+    _, expected, expected_losses = trained(LAYOUTS_WITH_EXPERTS[0] if layout.experts else ONE)[variant]
     _, found, losses = trained(layout)[variant]
     for name, momentum in expected.momenta.items():
         torch.testing.assert_close(found.momenta[name], momentum, rtol=0, atol=1e-5 * float(momentum.abs().max()))
@@ -165,3 +179,105 @@ def test_every_layout_trains_as_one_process_does(layout, variant):
     torch.testing.assert_close(losses[:2], expected_losses[:2], rtol=1e-5, atol=0)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-3, atol=0)
     assert losses[-1] < losses[0]
+
+
+def calls_of_steps(layout):
+    """The collectives of a step without a refresh: of AdamW, and of every variant."""
+    start(layout)
+    found = {}
+    for variant in [None, *VARIANTS]:
+        run = Run(layout, config_of(*variant) if variant else None, lr=LR)
+        run.step(0)
+        with traffic.record() as calls:
+            gpt.train_step(run.chunks, run.optimizer, global_batch(1), layout.micro_batch)
+        found[variant] = [(call.name, call.ranks, call.dtype, call.sent) for call in calls if call.coalesced is None]
+        found[variant, "buckets"] = [(call.name, call.ranks) for call in calls if call.coalesced is not None]
+        shapes = {name: tuple(weight.shape) for name, weight in run.weights.items()}
+    return found, shapes
+
+
+@functools.cache
+def recorded():
+    return processes.run(4, calls_of_steps, Layout(4, tensor=2, micro_batch=6))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
+def test_only_l2_communicates_and_one_scalar_for_each_column_of_a_cut_weight(variant):
+    for rank, (calls, shapes) in enumerate(recorded()):
+        assert calls[variant, "buckets"] == calls[None, "buckets"]
+        sums = {}
+        for name in seen_by_one_process() if variant[0] == "l2" else ():
+            row_parallel = is_row_parallel(name)
+            if variant[1] == "input":  # ZeRO cuts every weight's rows; tensor parallelism those of some
+                ranks, scalars = ((rank % 2, rank % 2 + 2) if row_parallel else (0, 1, 2, 3)), shapes[name][1]
+            elif row_parallel:
+                ranks, scalars = (rank // 2 * 2, rank // 2 * 2 + 1), shapes[name][0]
+            else:
+                continue
+            sums[ranks] = sums.get(ranks, 0) + scalars
+        expected = [("all_reduce", ranks, torch.float32, 4 * scalars) for ranks, scalars in sums.items()]
+        extra = list(calls[variant])
+        for call in calls[None]:
+            extra.remove(call)
+        assert sorted(extra, key=str) == sorted(expected, key=str)
+
+
+SAVED_AFTER, END = 4, 7
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Of one variant: what two ranks had when they saved and in the end, and where the checkpoints are."""
+    path = tmp_path_factory.mktemp("variants")
+    ranks = processes.run(
+        2, checkpoint_runs.train_and_save, LAYOUTS[1], config_of("l2", "output", "gram"), {}, SAVED_AFTER, END, path
+    )
+    return merge([r["saved"] for r in ranks]), merge([r["end"] for r in ranks]), path
+
+
+def loaded(layout, variant, paths):
+    ranks = processes.run(
+        layout.world, checkpoint_runs.load_and_go_on, layout, config_of(*variant), {}, SAVED_AFTER, END, paths
+    )
+    return [
+        (merge([rank[place]["loaded"] for rank in ranks]), merge([rank[place]["end"] for rank in ranks]))
+        for place in range(len(paths))
+    ]
+
+
+def test_a_variant_resumes_bit_for_bit_on_its_layout_and_with_equal_state_on_others(saved):
+    before, end, path = saved
+    for found, found_end in loaded(LAYOUTS[1], ("l2", "output", "gram"), [path / f for f in checkpoint_runs.FORMATS]):
+        assert_equal(found, before)
+        assert_equal(found_end, end)
+    for layout in (ONE, LAYOUTS[4]):
+        ((found, _),) = loaded(layout, ("l2", "output", "gram"), [path / "fully_reshardable"])
+        assert_equal(found, before)
+
+
+def assert_equal(found, expected):
+    for kind in ("parameters", "momenta", "moments", "bases"):
+        values = getattr(found, kind)
+        assert values.keys() == getattr(expected, kind).keys()
+        for name, value in getattr(expected, kind).items():
+            assert torch.equal(values[name], value), (kind, name)
+
+
+def test_another_variant_continues_with_the_momenta_and_new_moments(saved):
+    before, _, path = saved
+    ((found, end),) = loaded(LAYOUTS[1], ("sign", "input", "activation"), [path / "fully_reshardable"])
+    for name, momentum in before.momenta.items():
+        assert torch.equal(found.momenta[name], momentum)
+        assert not found.moments[name].any()
+        assert end.moments[name].any()
+
+
+def test_output_gradients_of_experts_are_refused_by_name():
+    layout = LAYOUTS_WITH_EXPERTS[0]
+    with pytest.raises(processes.RankError, match=r"mlp\.experts.*--dobb-source gram"):
+        processes.run(1, build, layout, config_of("sign", "output", "output-gradient"))
+
+
+def build(layout, config):
+    start(layout)
+    Run(layout, config)

@@ -35,6 +35,18 @@ def tensors(folder, iteration, tmp_path):
     return torch.load(tmp_path / "tensors.pt", weights_only=True)
 
 
+def test_a_checkpoint_of_sgd_is_refused_by_name(tmp_path):
+    common = [word for word in TRAINING if word != "--use-distributed-optimizer"]
+    saving = ["--ckpt-format", "torch_dist", "--save", tmp_path, "--train-iters", "1", "--save-interval", "1"]
+    saved = alone(*PYTHON, SCRIPT, *common, "--optimizer", "sgd", *saving)
+    assert saved.returncode == 0, saved.stderr[-3000:]
+    refused = alone(*PYTHON, *TRAIN, "--load", tmp_path, "--dobb-load-other-optimizer")
+    assert refused.returncode != 0
+    assert "the checkpoint was written by --optimizer sgd, which Dobb cannot" in refused.stderr
+    assert "no second moments" in refused.stderr
+    assert "--no-load-optim" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("launch", "saving", "loading"),
     [

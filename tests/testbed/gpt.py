@@ -19,6 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 from .attention import GatheredAttention, places_on_this_rank
 
@@ -100,6 +101,8 @@ def build_chunks(
             share_embeddings_and_output_weights=False,
             vp_stage=number if virtual else None,
         )
+        if config.bf16:
+            model = Float16Module(config, model)
         chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0))
     if ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]

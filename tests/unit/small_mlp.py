@@ -59,7 +59,24 @@ def weights(model):
 
 
 def tensors(optimizer, layer):
-    return optimizer.state_dict()["dobb"]["weights"][f"{layer}.weight"]
+    return optimizer.state[optimizer.on_dobb[f"{layer}.weight"].parameter]
+
+
+def on_dobb(state):
+    """The tensors of the weights on Dobb in a state_dict, by name."""
+    group = next(group for group in state["param_groups"] if group["dobb"])
+    return {name: state["state"][key] for key, name in zip(group["params"], state["dobb"]["names"], strict=True)}
+
+
+COUNTERS = ("attempted_steps", "capture_sequences")
+
+
+def older_form(state):
+    """A state_dict as Dobb returned it when all of its state was under `dobb`."""
+    groups = [{key: group[key] for key in group if key not in COUNTERS} for group in state["param_groups"]]
+    ours = {key: state["param_groups"][0][key] for key in COUNTERS}
+    others = {key: entry for key, entry in state["state"].items() if "momentum" not in entry}
+    return {"state": others, "param_groups": groups, "dobb": {**ours, "weights": on_dobb(state)}}
 
 
 def assert_same(one, other):

@@ -1,6 +1,7 @@
 """What a checkpoint says of its run, and which blocks lie next to each other."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ testbed.enable()
 
 from megatron_dobb.config import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
 from megatron_dobb.errors import CheckpointError  # noqa: E402
+from megatron_dobb.megatron import others  # noqa: E402
 from megatron_dobb.megatron.checkpoint import FORMAT_VERSION, METADATA, Saved, runs  # noqa: E402
 
 CONFIG = DobbConfig(blocks=4, blocks_for={"*.linear_fc2": 8}, exclude=("*.linear_proj",))
@@ -28,6 +30,29 @@ def test_facts_are_plain_numbers_and_texts_and_come_back_as_they_were():
     assert plain_types(SAVED.plain())
     assert Saved.read({METADATA: SAVED.plain(), "dp_cp_group": object()}) == SAVED
     assert Saved.read({}) is None
+
+
+@pytest.mark.parametrize(
+    ("writer", "sharding", "reason"),
+    [
+        ("adam", "dp_reshardable", None),
+        ("adam", None, "without --use-distributed-optimizer"),
+        ("sgd", None, "no second moments"),
+        ("lion", "dp_reshardable", "no second moments"),
+        ("muon", "fully_reshardable", "in another form than the distributed optimizer's"),
+        (None, "fully_reshardable", None),
+    ],
+)
+def test_a_checkpoint_that_dobb_cannot_continue_is_refused_with_its_writer_and_a_reason(writer, sharding, reason):
+    metadata = {} if sharding is None else {"distrib_optim_sharding_type": sharding}
+    others.note_writer({"content_metadata": metadata, "args": SimpleNamespace(optimizer=writer)} if writer else {})
+    found = others.refusal(metadata)
+    if reason is None:
+        assert found is None
+    else:
+        assert f"--optimizer {writer}, which Dobb cannot continue" in found
+        assert reason in found
+        assert "--no-load-optim" in found
 
 
 def test_the_width_of_a_weights_blocks_is_found_again():

@@ -49,7 +49,7 @@ def step(routing, calls_empty, set_to_none=True, warm_up=False, **settings):
 
 
 def moment(optimizer, expert):
-    return optimizer.state_dict()["dobb"]["weights"][f"experts.{expert}.weight"]["moment"]
+    return optimizer.state[optimizer.on_dobb[f"experts.{expert}.weight"].parameter]["moment"]
 
 
 def assert_moment(optimizer, expert, inputs):

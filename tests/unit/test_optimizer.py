@@ -198,7 +198,7 @@ def test_low_precision_weights_are_updated_in_fp32_and_rounded_once():
         layer.weight.grad = torch.randn(16, 24).to(torch.bfloat16).to(dtype)
         optimizer.step()
         found[dtype] = layer.weight.detach()
-        state = optimizer.state_dict()["dobb"]["weights"]["weight"]
+        state = optimizer.state[layer.weight]
         assert state["momentum"].dtype == state["moment"].dtype == torch.float32
     assert torch.equal(found[torch.float32].to(torch.bfloat16), found[torch.bfloat16])
 

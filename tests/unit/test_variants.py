@@ -4,6 +4,7 @@ The statement works on whole matrices: the output side is the input side of the 
 QR of `A Q`, and nothing is shared with the product's code.
 """
 
+import copy
 import itertools
 
 import pytest
@@ -185,3 +186,30 @@ def test_output_gradients_behind_reentrant_recompute_are_refused_by_name():
     with pytest.raises(CaptureError, match=r"layer\.weight: .*--dobb-source gram"):
         model(torch.randn(4, 8, requires_grad=True))
     optimizer.remove_hooks()
+
+
+def test_a_state_of_another_source_is_refused_by_name_and_one_of_the_same_continues():
+    def built(source):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8))
+        return model, optimizer_of(model, "l2", "input", source)
+
+    def train(model, optimizer, first, end):
+        for step in range(first, end):
+            torch.manual_seed(step)
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = built("gram")
+    train(model, optimizer, 0, 4)
+    saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    train(model, optimizer, 4, 8)
+    _, other = built("activation")
+    with pytest.raises(ConfigError, match="source 'gram', and this optimizer"):
+        other.load_state_dict(saved)
+    continued, again = built("gram")
+    continued.load_state_dict(weights)
+    again.load_state_dict(saved)
+    train(continued, again, 4, 8)
+    assert torch.equal(continued[0].weight, model[0].weight)
