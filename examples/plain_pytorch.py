@@ -94,18 +94,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--lr", type=float, default=3.54e-3, help="for both optimizers (default: %(default)s)")
+    parser.add_argument(
+        "--diagnostics", type=int, default=0, metavar="STEPS", help="steps between two rows of Dobb's diagnostics"
+    )
     args = parser.parse_args()
     text = torch.tensor(list("\n".join(topics.values()).encode()))
     data = batches(text[: -len(text) // 10], args.steps, seed=0)
     held_out = batches(text[-len(text) // 10 :], VALIDATION_BATCHES, seed=1)
-    every, curves = max(1, args.steps // 8), {}
+    every, curves, figures = max(1, args.steps // 8), {}, {}
     for name in ("AdamW", "Dobb"):
         torch.manual_seed(0)
         model = GPT()
         if name == "AdamW":
             optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
         else:
-            optimizer = Dobb(model, lr=args.lr, weight_decay=0.1, blocks=4)
+            logging = {"diagnostics": figures.__setitem__, "log_diagnostics_interval": args.diagnostics}
+            optimizer = Dobb(model, lr=args.lr, weight_decay=0.1, blocks=4, **(logging if args.diagnostics else {}))
             print(optimizer, flush=True)
         start = time.perf_counter()
         curves[name] = train(model, optimizer, data, held_out, every)
@@ -113,6 +117,11 @@ def main() -> None:
     print("\nvalidation loss\n  step" + "".join(f"{name:>9}" for name in curves))
     for row, losses in enumerate(zip(*curves.values(), strict=True)):
         print(f"{row * every:6d}" + "".join(f"{loss:9.3f}" for loss in losses))
+    for step, found in figures.items():
+        means = {name.removeprefix("dobb/"): value for name, value in found.items() if name.count("/") == 1}
+        if step == args.diagnostics:
+            print("\nDobb's diagnostics, means over the weights\n  step  " + "  ".join(means))
+        print(f"{step:6d}  " + "  ".join(f"{value:{len(name)}.3f}" for name, value in means.items()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The moments and bases of a model whose weights are whole on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from .capture import MomentSum
 from .config import DTYPES, DobbConfig
 from .exchange import HeldWeight, RefreshCounts, RefreshGroup
 from .linear import LinearWeight
+from .owners import Block
 
 
 class ModelBases:
@@ -57,6 +58,15 @@ class ModelBases:
         """The moments of a weight, `[B, b, b]`: a view."""
         index, blocks = self.place[name]
         return self.moments[index][blocks]
+
+    def blocks(self) -> Iterator[tuple[Sequence[Block], Tensor, Tensor]]:
+        """All blocks of each group, their moments and their bases `[k, b, b]`."""
+        for group, moments in zip(self.groups, self.moments, strict=True):
+            yield group.held, moments, group.basis
+
+    def copies(self) -> list[tuple[Sequence[Block], Tensor]]:
+        """All blocks of each group and copies of their bases."""
+        return [(blocks, bases.clone()) for blocks, _, bases in self.blocks()]
 
     def refresh(self, sums: Mapping[str, MomentSum]) -> RefreshCounts:
         """See `RefreshGroup.refresh`."""

@@ -76,6 +76,9 @@ class DobbConfig:
             is there, `extension` and `reference` (plain PyTorch) insist on one.
         precision: `exact` decides signs as fp32 products would, `bf16` may round the momentum and the basis first.
         load_other_optimizer: continue Megatron's checkpoint of AdamW, whose first moments become the momentum.
+        log_diagnostics_interval: steps between two logs of the diagnostics (see docs/diagnostics.md); 0 for none.
+        log_diagnostics_weights: glob patterns of the weights to log, each with the spectrum of its update. Without
+            them all are logged, and the spectra of a few, in turn.
 
     Raises:
         ConfigError: if a value is out of range or two settings contradict each other.
@@ -102,6 +105,8 @@ class DobbConfig:
     backend: Backend = "auto"
     precision: Precision = "exact"
     load_other_optimizer: bool = False
+    log_diagnostics_interval: int = 0
+    log_diagnostics_weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._settle_patterns()
@@ -116,7 +121,7 @@ class DobbConfig:
         self._check_values()
 
     def _settle_patterns(self) -> None:
-        """Give `blocks`, `blocks_for` and `exclude` the one form in which the rest of the code knows them."""
+        """Give the settings that hold name patterns the one form in which the rest of the code knows them."""
         if not isinstance(self.blocks_for, Mapping):
             raise ConfigError(f"{flag('blocks_for')} {self.blocks_for!r} must map name patterns to block counts")
         blocks_for = dict(self.blocks_for)
@@ -125,14 +130,24 @@ class DobbConfig:
             object.__setattr__(self, "blocks", per_pattern.pop("*", None))
             blocks_for |= per_pattern
         object.__setattr__(self, "blocks_for", blocks_for)
-        exclude = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
-        if not isinstance(exclude, Iterable):
-            raise ConfigError(f"{flag('exclude')} {exclude!r} must be a sequence of name patterns")
-        object.__setattr__(self, "exclude", tuple(exclude))
-        for name, patterns in (("exclude", self.exclude), ("blocks_for", tuple(blocks_for))):
+        for name in ("exclude", "log_diagnostics_weights"):
+            value = getattr(self, name)
+            given = (value,) if isinstance(value, str) else value
+            if not isinstance(given, Iterable):
+                raise ConfigError(f"{flag(name)} {given!r} must be a sequence of name patterns")
+            object.__setattr__(self, name, tuple(given))
+        for name, patterns in self._patterns().items():
             for pattern in patterns:
                 if not isinstance(pattern, str) or not pattern:
                     raise ConfigError(f"{flag(name)} {pattern!r} is not a name pattern, such as '*.mlp.linear_fc2'")
+
+    def _patterns(self) -> dict[str, tuple[str, ...]]:
+        """The user's name patterns, by the setting that they are given to."""
+        return {
+            "exclude": self.exclude,
+            "blocks_for": tuple(self.blocks_for),
+            "log_diagnostics_weights": self.log_diagnostics_weights,
+        }
 
     def _settle_source(self) -> None:
         self._check_choice("norm", NORMS)
@@ -193,10 +208,24 @@ class DobbConfig:
         self._check_choice("basis_dtype", tuple(DTYPES))
         self._check_choice("backend", BACKENDS)
         self._check_choice("precision", PRECISIONS)
+        self._check_diagnostics()
         if self.capture == "all" and self.capture_sequences is not None:
             raise ConfigError(
                 f"--dobb-capture-sequences {self.capture_sequences} has no meaning with --dobb-capture all: "
                 "leave one of them out"
+            )
+
+    def _check_diagnostics(self) -> None:
+        interval = self.log_diagnostics_interval
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
+            raise ConfigError(
+                f"{flag('log_diagnostics_interval')} {interval} must be a whole number: steps between two logs, such "
+                "as 100, or 0 for none"
+            )
+        if self.log_diagnostics_weights and not interval:
+            raise ConfigError(
+                f"{flag('log_diagnostics_weights')} {' '.join(self.log_diagnostics_weights)} has no meaning without "
+                f"{flag('log_diagnostics_interval')}: give that too, such as 100"
             )
 
     def _check_count(self, name: str, value: Any, shown: str | None = None) -> None:
@@ -224,7 +253,10 @@ class DobbConfig:
 
     def patterns_matching(self, weight_name: str) -> set[str]:
         """The user's patterns that name this weight."""
-        return {p for p in (*self.exclude, *self.blocks_for) if matches(p, weight_name)}
+        used = {p for p in (*self.exclude, *self.blocks_for) if matches(p, weight_name)}
+        if not self.excluded(weight_name):
+            used |= {p for p in self.log_diagnostics_weights if matches(p, weight_name)}
+        return used
 
     def check_patterns_used(self, used: set[str]) -> None:
         """Raise for a pattern that names no weight of the model.
@@ -232,13 +264,18 @@ class DobbConfig:
         Args:
             used: every pattern that matched at least one weight, over all ranks.
         """
-        for name, patterns in (("exclude", self.exclude), ("blocks_for", tuple(self.blocks_for))):
+        for name, patterns in self._patterns().items():
             for pattern in patterns:
                 if pattern not in used:
                     raise ConfigError(
                         f"{flag(name)} {pattern!r} matches no weight that Dobb could manage; patterns are globs "
                         "over full names, such as '*.mlp.linear_fc2'"
                     )
+
+    def diagnosed(self, weight_name: str) -> bool:
+        """Whether the diagnostics of a weight are logged."""
+        patterns = self.log_diagnostics_weights
+        return not patterns or any(matches(pattern, weight_name) for pattern in patterns)
 
     def refresh_due(self, step: int) -> bool:
         """Whether the step after `step` attempted ones is a refresh step: the first, then every `T`."""

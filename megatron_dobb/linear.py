@@ -214,7 +214,8 @@ def _check_supported(parameters: Mapping[str, nn.Parameter]) -> None:
 def _check_patterns(root: nn.Module, config: DobbConfig, layers: Sequence[str]) -> None:
     everything = [name for name, _ in root.named_parameters(remove_duplicate=False)]
     used = {pattern for pattern in config.exclude if any(matches(pattern, name) for name in everything)}
-    used |= {pattern for pattern in config.blocks_for if any(matches(pattern, name) for name in layers)}
+    for patterns in (config.blocks_for, config.log_diagnostics_weights):
+        used |= {pattern for pattern in patterns if any(matches(pattern, name) for name in layers)}
     config.check_patterns_used(used)
 
 

@@ -1,12 +1,9 @@
 """Dobb for any `nn.Module`, in one process or under DistributedDataParallel."""
 
-import contextlib
-import dataclasses
 import gc
-import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -14,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from . import diagnostics as figures
 from . import ops, reference, state
 from .bases import ModelBases
 from .blocks import Shard
 from .capture import MomentSum, scale_sums
-from .config import DTYPES, DobbConfig
 from .errors import CaptureError, ConfigError, UnsupportedError
 from .exchange import RefreshCounts
-from .linear import BatchCapture, LinearWeight, Predicate, choose, logger, unwrap
+from .keywords import Exclude, check_sink, named_as_keywords, read_settings
+from .linear import BatchCapture, LinearWeight, choose, logger, unwrap
+from .observer import Observer, Sink
 from .state import STATE
-
-Exclude = str | Predicate | Iterable[str | Predicate]
 
 _owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.WeakKeyDictionary()
 """The Dobb whose hooks are on a layer."""
@@ -60,6 +57,8 @@ class Dobb(torch.optim.Optimizer):
             `*.mlp.*`, and functions of a weight's name and the weight.
         process_group: ranks that train on different data with the same weights. The default is the model's, if it is
             wrapped in DistributedDataParallel, or all ranks.
+        diagnostics: called after every `log_diagnostics_interval`-th step, on the first rank alone, with the number of
+            that step and the figures of docs/diagnostics.md by name.
         settings: every other setting of `DobbConfig`, by its name. `blocks` also takes a mapping from pattern to
             count; dtypes may be given as torch dtypes.
 
@@ -88,13 +87,14 @@ class Dobb(torch.optim.Optimizer):
         eps: float = 1e-8,
         exclude: Exclude = (),
         process_group: dist.ProcessGroup | None = None,
+        diagnostics: Sink | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"Dobb takes the model itself, not {type(model).__name__}: Dobb(model, lr=...)")
         root = unwrap(model)
-        with _named_as_keywords():
-            self.config, predicates = _read_settings(exclude, settings)
+        with named_as_keywords():
+            self.config, predicates = read_settings(exclude, settings)
             choice = choose(root, self.config, predicates)
         self.on_dobb, self.on_adamw, self._frozen = choice.dobb, choice.adamw, choice.frozen
         if not self.on_dobb:
@@ -111,6 +111,9 @@ class Dobb(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(self._make_groups(root), dict(self._adamw.defaults))
         self._group = _process_group(model, process_group)
+        self._rank = dist.get_rank(self._group) if self._group is not None else 0
+        self._sink, self._observer = diagnostics, Observer(self.config, active=self._rank == 0)
+        check_sink(self.config, diagnostics, is_first=self._rank == 0)
         self._bases = ModelBases(tuple(self.on_dobb.values()), self.config, self._group)
         self._momentum = {
             name: torch.zeros_like(weight.parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -124,7 +127,7 @@ class Dobb(torch.optim.Optimizer):
             root,
             [source for weight in self.on_dobb.values() for source in weight.sources()],
             self.config.capture_sequences,
-            rank=dist.get_rank(self._group) if self._group is not None else 0,
+            rank=self._rank,
             ranks=dist.get_world_size(self._group) if self._group is not None else 1,
             default_to_first=self.config.capture == "first",
             backend=self.config.backend,
@@ -195,7 +198,8 @@ class Dobb(torch.optim.Optimizer):
                 loss = closure()
         self._check_gradients()
         if self.config.refresh_due(self.attempted_steps):
-            self._refresh(self._take_sums())
+            with self._observer.refresh(self.attempted_steps + 1, self._bases.copies):
+                self._refresh(self._take_sums())
         self.attempted_steps += 1
         self._begin()
         for group in self.param_groups:
@@ -207,7 +211,16 @@ class Dobb(torch.optim.Optimizer):
             state.begin_adamw(self.state, self.param_groups)
         self._adamw.state = self.state
         self._adamw.step()
+        if self._observer.is_due(self.attempted_steps):
+            self._report()
         return loss
+
+    def _report(self) -> None:
+        assert self._sink is not None
+        for blocks, moments, bases in self._bases.blocks():
+            self._observer.add_moments(blocks, moments, bases)
+        counts = self.refresh_counts
+        self._sink(self.attempted_steps, figures.named(self._observer.take(), counts.skipped, counts.fallbacks))
 
     def _begin(self) -> None:
         self._capture.begin(armed=self.config.captures and self.config.refresh_due(self.attempted_steps))
@@ -245,7 +258,7 @@ class Dobb(torch.optim.Optimizer):
         counts.skipped -= sum(self.on_dobb[name].blocks for name in idle)
         self.refresh_counts.skipped += counts.skipped
         self.refresh_counts.fallbacks += counts.fallbacks
-        if (counts.skipped or counts.fallbacks) and self._capture.rank == 0:
+        if (counts.skipped or counts.fallbacks) and self._rank == 0:
             logger.warning(
                 "refresh of step %d: %d blocks kept their basis (no captured token, or an all-zero or non-finite "
                 "moment), %d were finished by Householder; %d and %d since the start",
@@ -308,6 +321,7 @@ class Dobb(torch.optim.Optimizer):
             for weight, values in zip(weights, flat, strict=True)
         ]
         gradients = [_gradient(weight) for weight in weights]
+        scales = self._column_scales(segments, gradients) if self.config.norm == "l2" else None
         self._pending += ops.update(
             segments,
             gradients,
@@ -318,8 +332,14 @@ class Dobb(torch.optim.Optimizer):
             update_scale=self.config.update_scale,
             precision=self.config.precision,
             backend=self.config.backend,
-            column_scales=self._column_scales(segments, gradients) if self.config.norm == "l2" else None,
+            column_scales=scales,
         )
+        if self._observer.is_due(self.attempted_steps):
+            spectra = self._observer.spectra(self.on_dobb, self.attempted_steps)
+            for i, (weight, segment) in enumerate(zip(weights, segments, strict=True)):
+                update = self._observer.add_update(segment, gradients[i], scales[i] if scales else None)
+                if update is not None and weight.name in spectra:
+                    self._observer.add_spectrum(weight.name, update.view(weight.rows, weight.columns))
 
     def _column_scales(self, segments: Sequence[reference.Segment], gradients: Sequence[Tensor]) -> list[Tensor]:
         scales = []
@@ -398,30 +418,6 @@ class Dobb(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return self.describe()
-
-
-def _read_settings(exclude: Exclude, settings: dict[str, Any]) -> tuple[DobbConfig, list[Predicate]]:
-    known = {field.name for field in dataclasses.fields(DobbConfig)} - {"exclude", "load_other_optimizer"}
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise TypeError(f"Dobb has no setting {', '.join(unknown)}; those of Dobb's own are {', '.join(sorted(known))}")
-    entries = [exclude] if isinstance(exclude, str) or callable(exclude) else list(exclude)
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    for key in ("moment_dtype", "basis_dtype"):
-        if key in settings:
-            settings[key] = names.get(settings[key], settings[key])
-    patterns = tuple(entry for entry in entries if not callable(entry))
-    return DobbConfig(exclude=patterns, **settings), [entry for entry in entries if callable(entry)]
-
-
-@contextlib.contextmanager
-def _named_as_keywords() -> Iterator[None]:
-    """Let errors name settings as keywords; code shared with Megatron names command-line flags."""
-    try:
-        yield
-    except ConfigError as error:
-        text = re.sub(r"--dobb-([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
-        raise type(error)(text) from None
 
 
 def _process_group(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -104,6 +104,10 @@ class Segment:
         """A flat tensor of this piece in the order of `shard`: transposed, on the output side."""
         return flat.view(self.shard.columns, -1).t().reshape(-1) if self.output_side else flat
 
+    def turn_back(self, flat: Tensor) -> Tensor:
+        """What `turn` was given, from what it returned."""
+        return flat.view(-1, self.shard.columns).t().reshape(-1) if self.output_side else flat
+
     def take_back(self, turned: "Segment") -> None:
         """Write the weight and the momentum of a turned copy back to their places."""
         for mine, other in ((self.weight, turned.weight), (self.momentum, turned.momentum)):

@@ -79,6 +79,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Continue a checkpoint that AdamW wrote: its first moments become the momentum, the rest starts anew.",
         action="store_true",
     )
+    add(
+        "log-diagnostics-interval",
+        "Steps between two logs of Dobb's diagnostics to TensorBoard and W&B (default 0: none).",
+        type=int,
+        default=default.log_diagnostics_interval,
+    )
+    add(
+        "log-diagnostics-weights",
+        "Glob patterns of the weights to log, each with the spectrum of its update (default: all weights, and the "
+        "spectra of a few in turn).",
+        nargs="+",
+        metavar="PATTERN",
+        default=[],
+    )
     return parser
 
 
@@ -89,7 +103,8 @@ def config_from_args(args: argparse.Namespace) -> DobbConfig:
         ConfigError: for a value out of range, flags that exclude each other, or a malformed PATTERN=COUNT.
     """
     settings = {name.removeprefix("dobb_"): value for name, value in vars(args).items() if name.startswith("dobb_")}
-    settings["exclude"] = tuple(settings["exclude"])
+    for name in ("exclude", "log_diagnostics_weights"):
+        settings[name] = tuple(settings[name])
     settings["blocks_for"] = _pattern_counts(settings["blocks_for"])
     return DobbConfig(**settings)
 

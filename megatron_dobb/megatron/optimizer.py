@@ -14,6 +14,7 @@ from ..capture import Capture, MomentSum, scale_sums
 from ..config import DTYPES, DobbConfig
 from ..errors import ConfigError
 from ..exchange import HeldWeight, RefreshCounts, RefreshGroup
+from .diagnostics import Diagnostics
 from .groups import MomentGroups, Ranks
 from .manage import ChunkPlan, ManagedWeight
 from .messages import log_refresh, log_whole_model
@@ -145,6 +146,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             self.refresh_groups.append(group)
             basis_of.update({w.key: group.basis_of(w.key) for w in held_weights if w.held})
         self._build_segments(unique, cut_of, basis_of)
+        self.diagnostics = Diagnostics.of(self)
         if self.dobb.norm == "l2":
             self.column_norms = ColumnNorms(unique, moment_groups.columns_of, moment_groups.groups, held, device)
         for plan, weights in zip(plans, mine, strict=True):
@@ -248,21 +250,24 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         return sums
 
     def _refresh(self, sums: dict[str, MomentSum]) -> None:
-        to_report = RefreshCounts()
-        for group in self.refresh_groups:
-            found = group.refresh(
-                sums,
-                beta=self.dobb.moment_beta,
-                method=self.dobb.qr,
-                iterations=self.dobb.iterations,
-                backend=self.dobb.backend,
-            )
-            self.refresh_counts.skipped += found.skipped
-            self.refresh_counts.fallbacks += found.fallbacks
-            if group.rank == 0:  # it speaks for the group, of which the job's first rank need not be a member
-                to_report.skipped += found.skipped
-                to_report.fallbacks += found.fallbacks
-        log_refresh(self.attempted_steps + int(self.dobb.captures), to_report, self.refresh_counts)
+        to_report, step = RefreshCounts(), self.attempted_steps + int(self.dobb.captures)
+        with self.diagnostics.refresh(self, step):
+            for group in self.refresh_groups:
+                found = group.refresh(
+                    sums,
+                    beta=self.dobb.moment_beta,
+                    method=self.dobb.qr,
+                    iterations=self.dobb.iterations,
+                    backend=self.dobb.backend,
+                )
+                self.refresh_counts.skipped += found.skipped
+                self.refresh_counts.fallbacks += found.fallbacks
+                if group.rank == 0:  # it speaks for the group, of which the job's first rank need not be a member
+                    to_report.skipped += found.skipped
+                    to_report.fallbacks += found.fallbacks
+        self.diagnostics.counts.skipped += to_report.skipped
+        self.diagnostics.counts.fallbacks += to_report.fallbacks
+        log_refresh(step, to_report, self.refresh_counts)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -299,6 +304,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                 backend=self.dobb.backend,
                 column_scales=group_scales,
             )
+        self.diagnostics.after_update(self, gradients, scales)
         with self._only_adamw_groups():
             return super().step_with_ready_grads()
 

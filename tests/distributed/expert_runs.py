@@ -226,10 +226,10 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
     return record
 
 
-def refresh_and_record(refresh: Any, refreshes: list[list[traffic.Call]]) -> None:
+def refresh_and_record(refresh: Any, refreshes: list[list[traffic.Call]], sums: Any) -> None:
     """`DobbDistributedOptimizer._refresh`, whose collectives go on record."""
     with traffic.record() as calls:
-        refresh()
+        refresh(sums)
     refreshes.append(calls)
 
 

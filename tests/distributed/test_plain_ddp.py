@@ -326,3 +326,19 @@ def test_ranks_with_different_weights_on_dobb_are_refused():
         return len(optimizer.on_dobb)
 
     assert processes.run(2, run) == [3, 2]
+
+
+def test_the_first_rank_logs_the_diagnostics_of_one_process():
+    def run():
+        logs = {}
+        settings = {"diagnostics": logs.__setitem__} if dist.get_rank() == 0 else {}
+        model, optimizer = setup(log_diagnostics_interval=2, basis_dtype="fp32", **settings)
+        train(model, optimizer, range(2))
+        return logs
+
+    (alone,) = processes.run(1, run)
+    first, second = processes.run(2, run)
+    assert list(first) == [2]
+    assert first[2] == pytest.approx(alone[2], rel=1e-5)
+    assert "dobb/orthogonality/first.weight" in first[2]
+    assert second == {}

@@ -53,6 +53,8 @@ FLAGS = {
     "backend": (["reference"], "reference"),
     "precision": (["bf16"], "bf16"),
     "load_other_optimizer": ([], True),
+    "log_diagnostics_interval": (["50"], 50),
+    "log_diagnostics_weights": (["*.linear_fc1", "--dobb-log-diagnostics-interval", "5"], ("*.linear_fc1",)),
 }
 """For each setting, words of a command line and the value that they mean."""
 
@@ -152,7 +154,12 @@ def test_every_setting_has_its_flag_and_every_flag_its_setting(megatrons_parser)
 def test_a_flag_sets_the_setting_of_its_name_and_no_other(validate, name):
     words, value = FLAGS[name]
     validate([*DOBB, flag(name), *words])
-    changed = {name: value} | {"block_width": {"blocks": None}, "side": {"source": "output-gradient"}}.get(name, {})
+    implied = {
+        "block_width": {"blocks": None},
+        "side": {"source": "output-gradient"},
+        "log_diagnostics_weights": {"log_diagnostics_interval": 5},
+    }
+    changed = {name: value} | implied.get(name, {})
     assert dataclasses.asdict(seam.active()) == dataclasses.asdict(DobbConfig()) | changed
 
 
@@ -208,6 +215,10 @@ def test_the_parser_refuses_what_it_does_not_know(parse, capsys, words, message)
         (["--dobb-blocks-for", "*.fc2=4.5"], r"--dobb-blocks-for \*\.fc2=4\.5 is not of the form PATTERN=COUNT"),
         (["--dobb-blocks-for", "*.fc2=²"], r"is not of the form PATTERN=COUNT"),
         (["--dobb-blocks-for", "*.fc2=0"], r"--dobb-blocks-for \*\.fc2=0 must be a whole number of at least 1"),
+        (
+            ["--dobb-log-diagnostics-weights", "*.fc2"],
+            r"weights \*\.fc2 has no meaning without --dobb-log-diagnostics-i",
+        ),
         (["--dobb-blocks-for", "*.fc2=4", "*.fc2=8"], r"--dobb-blocks-for gives \*\.fc2 both 4 and 8 blocks"),
     ],
 )

@@ -31,6 +31,8 @@ PRINCIPAL_CONFIGURATION = {
     "backend": "auto",
     "precision": "exact",
     "load_other_optimizer": False,
+    "log_diagnostics_interval": 0,
+    "log_diagnostics_weights": (),
 }
 """The paper's headline run; momentum, moment beta and what the paper does not name are this
 project's choices."""
@@ -61,6 +63,8 @@ BAD_VALUES = {
     "backend": (["cuda", *CHOICES], "auto, extension, reference"),
     "precision": (["fp32", *CHOICES], "exact, bf16"),
     "load_other_optimizer": (["yes", 1, None], "True or False"),
+    "log_diagnostics_interval": ([-1, 2.0, "4", True, None], "whole number.*0 for none"),
+    "log_diagnostics_weights": ([3, (3,), ("",), None], "pattern"),
 }
 """For each setting, values that are refused and the part of the message that says what works."""
 
@@ -86,6 +90,8 @@ GOOD_VALUES = {
     "backend": ["auto", "extension", "reference"],
     "precision": ["exact", "bf16"],
     "load_other_optimizer": [True, False],
+    "log_diagnostics_interval": [0, 1, 100],
+    "log_diagnostics_weights": [(), []],
 }
 
 
@@ -121,7 +127,7 @@ def test_good_value_is_kept(name, value):
     stored = getattr(DobbConfig(**{name: value}), name)
     if name == "blocks" and isinstance(value, dict):
         value = value["*"]
-    elif name == "exclude":
+    elif name in ("exclude", "log_diagnostics_weights"):
         value = (value,) if isinstance(value, str) else tuple(value)
     assert stored == value
 
@@ -185,11 +191,22 @@ def test_excluded_weights_are_those_that_a_pattern_names():
     assert not config.excluded("decoder.layers.3.mlp.fc1.weight")
 
 
-@pytest.mark.parametrize("name", ["exclude", "blocks_for"])
+def test_weights_to_log_are_named_by_patterns_and_all_without_any():
+    config = DobbConfig(log_diagnostics_interval=5, log_diagnostics_weights="*.fc2", exclude="decoder.layers.0.*")
+    assert config.log_diagnostics_weights == ("*.fc2",)
+    assert config.diagnosed("decoder.layers.3.mlp.fc2.weight")
+    assert not config.diagnosed("decoder.layers.3.mlp.fc1.weight")
+    assert DobbConfig(log_diagnostics_interval=5).diagnosed("decoder.layers.3.mlp.fc1.weight")
+    # Of a weight that AdamW updates there is nothing to log.
+    assert config.patterns_matching("decoder.layers.0.mlp.fc2.weight") == {"decoder.layers.0.*"}
+
+
+@pytest.mark.parametrize("name", ["exclude", "blocks_for", "log_diagnostics_weights"])
 def test_a_pattern_that_names_no_weight_is_an_error(name):
     weights = ["decoder.layers.0.mlp.fc1.weight", "decoder.layers.0.mlp.fc2.weight"]
     patterns = ["*.fc2", "*.fc3"]
-    config = DobbConfig(**{name: patterns if name == "exclude" else dict.fromkeys(patterns, 4)})
+    others = {"log_diagnostics_interval": 5} if name == "log_diagnostics_weights" else {}
+    config = DobbConfig(**{name: dict.fromkeys(patterns, 4) if name == "blocks_for" else patterns}, **others)
     used = set().union(*(config.patterns_matching(weight) for weight in weights))
     assert used == {"*.fc2"}
     with pytest.raises(ConfigError, match=rf"{flag(name)} '\*\.fc3' matches no weight"):
