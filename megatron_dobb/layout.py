@@ -35,8 +35,8 @@ MAX_ROW_BLOCK_PADDING = 0.05
 """Largest part that whole row blocks, for bases of the output side, may add to a buffer."""
 
 MORE_BLOCKS = (
-    "more and so smaller blocks (--dobb-blocks), fewer data-parallel ranks (of one optimizer instance), or --dobb-side "
-    "input, whose blocks need hardly any padding"
+    "more and so smaller blocks (--dobb-blocks) if there are bases, fewer data-parallel ranks (of one optimizer "
+    "instance), or --dobb-side input, whose blocks need hardly any padding"
 )
 
 

@@ -101,8 +101,11 @@ class Segment:
         )
 
     def turn(self, flat: Tensor) -> Tensor:
-        """A flat tensor of this piece in the order of `shard`: transposed, on the output side."""
-        return flat.view(self.shard.columns, -1).t().reshape(-1) if self.output_side else flat
+        """A flat tensor of this piece in the order of `shard`: transposed, on the output side, and then a copy."""
+        if not self.output_side:
+            return flat
+        # One row or one column transposes to itself, which contiguous() or reshape() would give back uncopied.
+        return flat.view(self.shard.columns, -1).t().clone(memory_format=torch.contiguous_format).view(-1)
 
     def turn_back(self, flat: Tensor) -> Tensor:
         """What `turn` was given, from what it returned."""
@@ -226,7 +229,9 @@ def column_scales(squares: Tensor, column_length: int) -> Tensor:
     Both normalisations then have the same Frobenius norm (paper, Table 9), and share `step_scale`.
 
     Args:
-        squares: squared norms of the columns over the whole weight. A column of zeros keeps its zeros.
+        squares: squared norms of the columns over the whole weight. A column whose square is below the smallest
+            normal number is taken for zeros and gives none: what decayed for hundreds of steps ends there.
         column_length: `Segment.column_length`.
     """
-    return torch.where(squares > 0, (column_length / squares).sqrt(), 0)
+    scales = squares.rsqrt() * math.sqrt(column_length)
+    return torch.where(squares >= torch.finfo(squares.dtype).tiny, scales, 0)

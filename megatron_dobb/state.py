@@ -87,6 +87,7 @@ def read(
     part, saved_groups = state_dict.get(STATE), state_dict.get("param_groups")
     if not saved_groups or not isinstance(state_dict.get("state"), Mapping):
         raise ConfigError(f"this state_dict has no param_groups or no state: {_NOT_OURS}")
+    older = isinstance(part, Mapping) and "weights" in part
     if isinstance(part, Mapping) and "weights" in part:
         known, found = part, part["weights"]
         of_adamw = {**state_dict}
@@ -98,17 +99,19 @@ def read(
         of_adamw = {**state_dict, "state": {k: v for k, v in state_dict["state"].items() if k not in ours}}
     if not found:
         raise ConfigError(f"this state_dict has no state of weights on Dobb: {_NOT_OURS}")
-    _check_weights(found, weights, live)
-    missing = [key for key in COUNTERS if key not in known]
-    if missing:
-        raise ConfigError(f"this state_dict has no {' and no '.join(missing)} of Dobb's: {_NOT_OURS}")
     had = known.get("side", "input"), known.get("source", "activation")
     if had != (config.side, config.source):
         raise ConfigError(
             f"this state_dict has moments of side {had[0]!r} and source {had[1]!r}, and this optimizer those of side "
             f"{config.side!r} and source {config.source!r}: build it with the same ones"
         )
+    _check_weights(found, weights, live)
+    missing = [key for key in COUNTERS if key not in known]
+    if missing:
+        raise ConfigError(f"this state_dict has no {' and no '.join(missing)} of Dobb's: {_NOT_OURS}")
     _check_rest(of_adamw, groups)
+    if not older:
+        _check_adamw(of_adamw, groups)
     return Loadable(found, int(known["attempted_steps"]), known["capture_sequences"], of_adamw)
 
 
@@ -153,6 +156,8 @@ def _check_weights(
             saved = found[name].get(key)
             if not isinstance(saved, Tensor):
                 raise ConfigError(f"this state_dict has no {key} of {name}")
+            if not saved.is_floating_point():
+                raise ConfigError(f"this state_dict has the {key} of {name} in {saved.dtype}, which is no real number")
             if saved.shape != tensor.shape:
                 raise ConfigError(
                     f"this state_dict has the {key} of {name} as {list(saved.shape)}, and this optimizer as "
@@ -171,6 +176,19 @@ def _check_rest(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
     marks = [[bool(group.get(STATE)) for group in which] for which in (saved_groups, groups)]
     if _sizes(saved_groups) != _sizes(groups) or marks[0] != marks[1]:
         raise _other_groups(saved_groups, groups)
+
+
+def _check_adamw(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """That every parameter on AdamW has its state: what is missing would start anew, as if no step had been taken."""
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        for key in saved["params"] if not group[STATE] else ():
+            entry = state_dict["state"].get(key, {})
+            lost = [kind for kind in ("step", "exp_avg", "exp_avg_sq") if kind not in entry]
+            if lost:
+                raise ConfigError(
+                    f"this state_dict has no {' and no '.join(lost)} of parameter {key!r} of its param groups, which "
+                    "is on AdamW"
+                )
 
 
 def _other_groups(saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> ConfigError:

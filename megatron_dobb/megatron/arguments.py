@@ -285,6 +285,12 @@ REFUSALS = (
         "use --bf16, or --dobb-source gram",
     ),
     Refusal(
+        "with --dobb-source output-gradient, the default of --dobb-side output, and --calculate-per-token-loss",
+        lambda args: _sees_output_gradients(args) and bool(getattr(args, "calculate_per_token_loss", False)),
+        "the gradients of the outputs are then those of a sum over tokens, and steps with more tokens would weigh more",
+        "use --dobb-source gram",
+    ),
+    Refusal(
         "with --ckpt-format other than torch_dist",
         lambda args: bool(_checkpoints(args)) and getattr(args, "ckpt_format", "torch_dist") != "torch_dist",
         "legacy checkpoints have no place for the moments and bases",

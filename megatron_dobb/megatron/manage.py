@@ -114,14 +114,14 @@ class ChunkPlan:
         managed: the weights on Dobb; one that several modules share appears once for each.
         adamw: number of parameters on AdamW and of their elements, for each reason.
         patterns_used: the user's name patterns that matched a weight here.
-        left_out: features of the matrices, by name, that are on AdamW only because the settings say so.
+        left_out: features, by side, of the matrices, by name, that are on AdamW only because the settings say so.
     """
 
     root: nn.Module
     managed: list[ManagedWeight] = field(default_factory=list)
     adamw: Counter[tuple[str, str]] = field(default_factory=Counter)
     patterns_used: set[str] = field(default_factory=set)
-    left_out: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def kinds_on_adamw(self) -> set[str]:
         """Names of the parameters on AdamW, without the numbers of their layers and experts."""
@@ -253,11 +253,11 @@ def _why_not(matrix: _Matrix, config: DobbConfig, plan: ChunkPlan) -> str | None
         return "expert outside of a MoE layer"
     plan.patterns_used |= config.patterns_matching(matrix.name)
     geometry, asked = matrix.adapter.geometry(matrix.module), config.blocks_of(matrix.name)
-    features = geometry.rows if config.side == "output" else geometry.columns
+    features = {"input": geometry.columns, "output": geometry.rows}
     if config.excluded(matrix.name):
         plan.left_out[matrix.name] = features
         return "excluded by --dobb-exclude"
-    if fewer_features_than_blocks(features, asked):
+    if fewer_features_than_blocks(features[config.side], asked):
         # Low-rank adapters (LoRA) are such. An error would stop a run for matrices that hardly matter.
         plan.left_out[matrix.name] = features
         return f"fewer {config.side} features than blocks (--dobb-blocks-for can give them their own count)"

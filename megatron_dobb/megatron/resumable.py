@@ -104,7 +104,8 @@ class ResumableOptimizer(ReshardableOptimizer):
             log_load(self.refresh_groups, None)
             return
         report = blocks.take(mine, saved)
-        ask = saved.refresh_is_asked or bool(report.cut or report.restarted)
+        # The settings decide it, not what this rank found: every stage of a pipeline must refresh, or none.
+        ask = saved.refresh_is_asked or saved.moments_of() != self._facts_of_settings().moments_of()
         self._continue(saved.attempted_steps, saved.capture_sequences, ask=ask)
         log_load(self.refresh_groups, report)
 
@@ -130,16 +131,20 @@ class ResumableOptimizer(ReshardableOptimizer):
 
         for chunk in self.model_chunks:
             for name, features in chunk.dobb_plan.left_out.items():
-                if saved.width(name, features) is not None:
+                if saved.width(name, features[saved.side]) is not None:
                     raise CheckpointError(
                         f"{name} was on Dobb in the run that saved the checkpoint and is on AdamW in this one, for "
                         "which there is no second moment of its gradient: do not --dobb-exclude it, nor ask for more "
-                        "blocks than it has input features, or start a fresh optimizer with --no-load-optim"
+                        "blocks than it has features, or start a fresh optimizer with --no-load-optim"
                     )
 
     def _experts_are_apart(self) -> bool:
         config = self.model_chunks[0].config
         return config.num_moe_experts is not None and config.expert_model_parallel_size > 1
+
+    def _facts_of_settings(self, **others: Any) -> Saved:
+        nothing_yet: dict[str, Any] = {"attempted_steps": 0, "capture_sequences": None}
+        return Saved.of(self.dobb, experts_apart=self._experts_are_apart(), **(nothing_yet | others))
 
     def _facts(self) -> Saved:
         """What a reader must know. Collective over all ranks of the job."""
@@ -147,11 +152,9 @@ class ResumableOptimizer(ReshardableOptimizer):
         settled = max((capture.sequences or 0 for capture in self.captures), default=0)
         agreed = torch.tensor([settled], dtype=torch.long, device=torch.cuda.current_device())
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return Saved.of(
-            self.dobb,
+        return self._facts_of_settings(
             attempted_steps=self.attempted_steps,
             capture_sequences=int(agreed) or None,
-            experts_apart=self._experts_are_apart(),
             refresh_is_asked=self.refresh_is_asked,
         )
 

@@ -90,6 +90,9 @@ REFUSED = {
     "with --dobb-source output-gradient, the default of --dobb-side output, and --fp16": [
         *("--dobb-side", "output", "--dobb-source", "output-gradient", "--fp16"),
     ],
+    "with --dobb-source output-gradient, the default of --dobb-side output, and --calculate-per-token-loss": [
+        *("--dobb-side", "output", "--calculate-per-token-loss"),
+    ],
     "with --ckpt-format other than torch_dist": ["--save", "out", "--ckpt-format", "torch"],
     "with --non-persistent-ckpt-type local": ["--non-persistent-ckpt-type", "local"],
 }

@@ -227,8 +227,17 @@ def lose_a_basis(state):
     del on_dobb(state)["second.weight"]["basis"]
 
 
+def on_adamw(state):
+    return next(key for key, entry in state["state"].items() if "exp_avg" in entry)
+
+
 def lose_a_moment_of_adamw(state):
-    state["state"][next(key for key, entry in state["state"].items() if "exp_avg" in entry)]["exp_avg"] = {}
+    state["state"][on_adamw(state)]["exp_avg"] = {}
+
+
+def round_a_momentum(state):
+    entry = on_dobb(state)["second.weight"]
+    entry["momentum"] = entry["momentum"].long()
 
 
 SPOILED = [
@@ -242,6 +251,10 @@ SPOILED = [
     ({}, lose_a_weight, r"no momentum of second\.weight"),
     ({}, lose_a_basis, r"no basis of second\.weight"),
     ({}, lose_a_moment_of_adamw, r"no exp_avg of \d"),
+    ({}, lambda s: s["state"].pop(on_adamw(s)), r"no step and no exp_avg and no exp_avg_sq of parameter \d"),
+    ({}, lambda s: s["state"][on_adamw(s)].pop("step"), r"no step of parameter \d"),
+    ({}, round_a_momentum, r"momentum of second\.weight in torch\.int64"),
+    ({"source": "gram"}, None, r"side 'input' and source 'activation', and this optimizer .* 'gram'"),
     ({"blocks": 2}, None, r"moment of first\.weight as \[4, 6, 6\].*\[2, 12, 12\], with 2 blocks of 12 columns"),
 ]
 SPOILED_OLDER_FORMS = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_dobb import Dobb, DobbConfig
+from megatron_dobb import Dobb, DobbConfig, reference
 from megatron_dobb.errors import CaptureError, ConfigError
 
 LR, DECAY, MU, BETA, TAU = 0.02, 0.1, 0.9, 0.8, 0.2
@@ -136,6 +136,29 @@ def test_the_plain_optimizer_takes_the_stated_steps(norm, side, source, backend,
             torch.testing.assert_close(weight, statement.weight_as_stored(), rtol=2e-5, atol=2e-6)
             # Both go on from the same values, so that a sign within rounding of zero cannot part them later.
             statement.weight = statement._turn(weight.clone())
+
+
+@pytest.mark.parametrize("shape", [(16, 1), (1, 16), (1, 1)])
+@pytest.mark.parametrize("norm", ["sign", "l2"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_weights_of_one_row_or_column_take_the_stated_step_on_the_output_side(shape, norm, backend):
+    columns, rows = shape
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(columns, rows, bias=False))
+    stated = Stated(model[0].weight, norm, "output", "none", False)
+    optimizer = optimizer_of(model, norm, "output", "none", backend=backend)
+    model(torch.randn(6, columns)).square().mean().backward()
+    stated.blocks, stated.bases = [slice(0, rows)], [torch.eye(rows, dtype=torch.float64)]
+    stated.step(model[0].weight.grad)
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.detach().double(), stated.weight_as_stored(), rtol=1e-5, atol=1e-7)
+
+
+def test_columns_that_have_decayed_to_nothing_get_no_update_and_no_infinite_scale():
+    squares = torch.tensor([4.0, 1e-30, 1.2e-38, 1e-40, 1e-44, 0.0])
+    scales = reference.column_scales(squares, 4096)
+    expected = torch.tensor([32.0, 64e15, 64 / 1.2e-38**0.5, 0, 0, 0])
+    torch.testing.assert_close(scales, expected, rtol=1e-4, atol=0)
 
 
 def test_rmnp_gives_every_row_of_the_momentum_the_same_norm():
