@@ -70,11 +70,6 @@ class Saved:
             **others,
         )
 
-    def moments_of(self) -> tuple[Any, ...]:
-        """The settings that decide which weights have moments, of what, and in which blocks."""
-        patterns = dict(self.blocks_for), list(self.exclude)
-        return self.blocks, self.block_width, *patterns, self.side, self.source
-
     def plain(self) -> dict[str, Any]:
         """The facts as numbers, texts, lists and dictionaries."""
         return asdict(self)

@@ -25,6 +25,7 @@ from .reshardable import ReshardableOptimizer
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
 PLACEHOLDER = "exp_avg_sq"  # what AdamW has besides and Dobb has not
 STATE = "dobb"
+INCOMPLETE_ATTRIBUTE = "dobb_moments_are_incomplete"
 
 
 class ResumableOptimizer(ReshardableOptimizer):
@@ -104,10 +105,25 @@ class ResumableOptimizer(ReshardableOptimizer):
             log_load(self.refresh_groups, None)
             return
         report = blocks.take(mine, saved)
-        # The settings decide it, not what this rank found: every stage of a pipeline must refresh, or none.
-        ask = saved.refresh_is_asked or saved.moments_of() != self._facts_of_settings().moments_of()
+        ask = self._moments_are_incomplete(saved) or saved.refresh_is_asked
         self._continue(saved.attempted_steps, saved.capture_sequences, ask=ask)
         log_load(self.refresh_groups, report)
+
+    def _moments_are_incomplete(self, saved: Saved) -> bool:
+        """Whether some weight of the whole model starts with other moments than the checkpoint's, on whatever rank.
+
+        Every stage of a pipeline must refresh on the next step, or none. The optimizer of the dense weights, which all
+        ranks have and which comes first, finds it out with all others; that of the experts takes its answer.
+        """
+        chunk = self.model_chunks[0]
+        if not self.is_expert:
+            weights = [weight for chunk in self.model_chunks for weight in chunk.dobb_plan.managed]
+            same_moments = (saved.side, saved.source) == (self.dobb.side, self.dobb.source)
+            mine = not same_moments or any(saved.width(w.name, w.features) != w.width for w in weights)
+            agreed = torch.tensor([mine], dtype=torch.long, device=torch.cuda.current_device())
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            setattr(chunk, INCOMPLETE_ATTRIBUTE, bool(agreed))
+        return bool(getattr(chunk, INCOMPLETE_ATTRIBUTE))
 
     def _check(self, saved: Saved | None, metadata: dict[str, Any]) -> None:
         if saved is None:
@@ -142,19 +158,17 @@ class ResumableOptimizer(ReshardableOptimizer):
         config = self.model_chunks[0].config
         return config.num_moe_experts is not None and config.expert_model_parallel_size > 1
 
-    def _facts_of_settings(self, **others: Any) -> Saved:
-        nothing_yet: dict[str, Any] = {"attempted_steps": 0, "capture_sequences": None}
-        return Saved.of(self.dobb, experts_apart=self._experts_are_apart(), **(nothing_yet | others))
-
     def _facts(self) -> Saved:
         """What a reader must know. Collective over all ranks of the job."""
         # A rank without weights on Dobb captures nothing, and so never settles how many sequences to take.
         settled = max((capture.sequences or 0 for capture in self.captures), default=0)
         agreed = torch.tensor([settled], dtype=torch.long, device=torch.cuda.current_device())
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return self._facts_of_settings(
+        return Saved.of(
+            self.dobb,
             attempted_steps=self.attempted_steps,
             capture_sequences=int(agreed) or None,
+            experts_apart=self._experts_are_apart(),
             refresh_is_asked=self.refresh_is_asked,
         )
 

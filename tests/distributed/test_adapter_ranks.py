@@ -106,7 +106,9 @@ def test_column_parallel_layers_are_captured_with_all_their_columns(tensor, sequ
     ranks = processes.run(tensor, lambda: call_layer("column", tensor, sequence_parallel, by_keyword=by_keyword))
     sharded = sequence_parallel
     for rank in ranks:
-        assert rank["geometry"] == Geometry(OUTPUTS, INPUTS, column_shards=1, tokens_over_tp=sharded)
+        assert rank["geometry"] == Geometry(
+            OUTPUTS, INPUTS, column_shards=1, tokens_over_tp=sharded, outputs_over_tp=False
+        )
     parts = ranks if sharded else ranks[:1]
     multiplied = torch.cat([rank["seen"] for rank in parts], dim=0).double()
     for rank in ranks:
@@ -124,7 +126,9 @@ def test_row_parallel_layers_are_captured_with_the_blocks_of_their_rank(tensor, 
     output = torch.cat([rank["output"] for rank in ranks], dim=0) if sequence_parallel else ranks[0]["output"]
     close(output, product + ranks[0]["bias"].double())
     for rank, expected in zip(ranks, true_moment().chunk(tensor), strict=True):
-        assert rank["geometry"] == Geometry(OUTPUTS, INPUTS, column_shards=tensor, tokens_over_tp=False)
+        assert rank["geometry"] == Geometry(
+            OUTPUTS, INPUTS, column_shards=tensor, tokens_over_tp=False, outputs_over_tp=sequence_parallel
+        )
         close(rank["total"], expected)
         assert rank["tokens"] == LENGTH * BATCH
 
@@ -133,7 +137,9 @@ def test_a_column_parallel_layer_whose_sequence_somebody_else_gathers_holds_all_
     """Megatron sets this on shared experts with `--moe-shared-expert-overlap`."""
     ranks = processes.run(2, lambda: call_layer("column", 2, True, explicit_expert_comm=True))
     for rank in ranks:
-        assert rank["geometry"] == Geometry(OUTPUTS, INPUTS, column_shards=1, tokens_over_tp=False)
+        assert rank["geometry"] == Geometry(
+            OUTPUTS, INPUTS, column_shards=1, tokens_over_tp=False, outputs_over_tp=False
+        )
         close(rank["output"], rank["seen"].double() @ rank["weight"].double().T + rank["bias"].double())
         close(rank["total"], true_moment())
 

@@ -12,6 +12,7 @@ from layout_runs import Layout, Run, start
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import CheckpointError
+from megatron_dobb.megatron.checkpoint import FORMAT_VERSION
 from testbed import processes
 
 CONFIG = DobbConfig(blocks=4, refresh_interval=3)
@@ -280,7 +281,7 @@ def try_to_load(path):
     save(run, good, "fully_reshardable")
     save(run, buckets, "dp_reshardable")
     facts = run.dobb._facts
-    run.dobb._facts = lambda: replace(facts(), version=2)
+    run.dobb._facts = lambda: replace(facts(), version=FORMAT_VERSION + 1)
     save(run, newer, "fully_reshardable")
     biggest = max(good.glob("*.distcp"), key=lambda file: file.stat().st_size).name
     fresh = Run(PAIR, CONFIG)
@@ -324,7 +325,7 @@ def errors(tmp_path_factory):
         ("cut", ["is cut off", "use the checkpoint of another iteration"]),
         ("lost", ["lacks its file", "use the checkpoint of another iteration"]),
         ("index", [".metadata", "use the checkpoint of another iteration"]),
-        ("newer", ["of version 2", "reads up to version 1"]),
+        ("newer", [f"of version {FORMAT_VERSION + 1}", f"reads up to version {FORMAT_VERSION}"]),
         ("model", ["of another model"]),
         ("layers", ["of another model"]),
         ("exclude", ["decoder.layers.1.", "was on Dobb", "--dobb-exclude", "--no-load-optim"]),

@@ -93,21 +93,3 @@ def test_runs_list_every_block_once_in_as_few_pieces_as_possible(blocks):
     assert [(run.name, run.first + i) for run in found for i in range(run.count)] == ordered
     assert [run.place for run in found] == [ordered.index((run.name, run.first)) for run in found]
     assert all((run.name, run.first + run.count) not in blocks for run in found)
-
-
-@pytest.mark.parametrize(
-    ("settings", "same"),
-    [
-        ({}, True),
-        ({"momentum": 0.9, "norm": "l2", "moment_dtype": "bf16", "refresh_interval": 2}, True),
-        ({"blocks": 8}, False),
-        ({"blocks_for": {"*.linear_fc2": 8}}, False),
-        ({"exclude": ("*.linear_fc2",)}, False),
-        ({"side": "output"}, False),
-        ({"source": "gram"}, False),
-    ],
-)
-def test_every_rank_knows_from_the_settings_alone_whether_moments_may_have_to_start_anew(settings, same):
-    others = {"attempted_steps": 3, "capture_sequences": None, "experts_apart": False}
-    saved = Saved.read({METADATA: Saved.of(DobbConfig(), **others).plain()})
-    assert (saved.moments_of() == Saved.of(DobbConfig(**settings), **others).moments_of()) is same
