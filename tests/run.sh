@@ -37,5 +37,5 @@ workers=$(nproc)
 status=0
 "$VENV_PYTHON" -m pytest -m "not gpu" -n "$((workers < 8 ? workers : 8))" --dist loadgroup tests/unit tests/emulation ||
     status=$?
-"$VENV_PYTHON" -m pytest -m "not gpu" tests/distributed tests/functional || status=$?
+"$VENV_PYTHON" -m pytest -m "not gpu" --durations=15 tests/distributed tests/functional || status=$?
 exit $status

@@ -335,3 +335,18 @@ def errors(tmp_path_factory):
 def test_what_cannot_be_continued_is_refused_by_every_rank_before_anything_is_loaded(errors, case, texts):
     for error in errors:
         assert all(text in error[case] for text in texts), error[case]
+
+
+def reblock_one_stage(path):
+    stages = Layout(2, pipeline=2, micro_batch=6)
+    start(stages)
+    run = Run(stages, CONFIG)
+    go_on(run, 0, 1)
+    save(run, path / "stages", "fully_reshardable")
+    other = Run(stages, replace(CONFIG, blocks_for={"decoder.layers.1.*": 8}))
+    load(other, path / "stages")
+    return [optimizer.refresh_is_asked for optimizer in other.dobbs]
+
+
+def test_all_stages_of_a_pipeline_refresh_when_one_has_other_blocks(tmp_path):
+    assert processes.run(2, reblock_one_stage, tmp_path) == [[True], [True]]
