@@ -243,8 +243,6 @@ class Dobb(torch.optim.Optimizer):
     def _take_sums(self) -> dict[str, MomentSum]:
         """What this refresh adds to the moments, on this rank."""
         if self.config.captures:
-            if self.config.source == "output-gradient":  # of the mean loss of all ranks, not of this one's alone
-                scale_sums(self._capture.sums.values(), 1 / self._capture.ranks)
             return self._capture.sums
         sums = {}
         for weight in self.on_dobb.values():
@@ -254,6 +252,8 @@ class Dobb(torch.optim.Optimizer):
 
     def _refresh(self, sums: dict[str, MomentSum]) -> None:
         idle = self._idle(sums)
+        if self.config.source == "output-gradient":  # of the mean loss of all ranks, not of this one's alone
+            scale_sums(sums.values(), 1 / self._capture.ranks)
         counts = self._bases.refresh(sums)
         counts.skipped -= sum(self.on_dobb[name].blocks for name in idle)
         self.refresh_counts.skipped += counts.skipped
