@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .capture import MomentSum
 from .config import DTYPES, DobbConfig
-from .exchange import HeldWeight, RefreshCounts, RefreshGroup
+from .exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from .linear import LinearWeight
 from .owners import Block
 
@@ -22,26 +22,23 @@ class ModelBases:
     def __init__(self, weights: Sequence[LinearWeight], config: DobbConfig, group: dist.ProcessGroup | None) -> None:
         self.config = config
         self.device = weights[0].parameter.device
-        members: dict[tuple[int, torch.device], list[HeldWeight]] = {}
-        for weight in sorted(weights, key=lambda w: -w.width):  # as `loads` of a RefreshGroup asks
-            held = HeldWeight(weight.name, weight.blocks, tuple(range(weight.blocks)), may_be_idle=True)
-            members.setdefault((weight.width, weight.parameter.device), []).append(held)
+        members: dict[tuple[int, str], list[HeldWeight]] = {}
+        for weight in weights:
+            held = HeldWeight(weight.name, weight.blocks, weight.width, tuple(range(weight.blocks)), may_be_idle=True)
+            members.setdefault((-weight.width, str(weight.parameter.device)), []).append(held)
         self.groups: list[RefreshGroup] = []
         self.moments: list[Tensor] = []
         self.place: dict[str, tuple[int, slice]] = {}
-        loads: Sequence[int] = ()
-        for (width, device), held_weights in members.items():
+        for key, ownership in share_out(members, group).items():
+            held_weights = members[key]
             refresh_group = RefreshGroup(
-                width,
                 held_weights,
                 group,
+                ownership,
                 moment_dtype=DTYPES[config.moment_dtype],
                 basis_dtype=DTYPES[config.basis_dtype],
-                device=device,
-                loads=loads,
+                device=torch.device(key[1]),
             )
-            work = refresh_group.ownership.work()
-            loads = [a + b for a, b in zip(loads or [0] * len(work), work, strict=True)]
             keys = [key for key, _ in refresh_group.held]
             for held in held_weights:
                 first = keys.index(held.key)

@@ -15,6 +15,7 @@ All splits are fixed at construction. A group of one rank communicates nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,14 @@ class HeldWeight:
     Attributes:
         key: the weight's name, the same on all ranks of the group.
         blocks: blocks in a row of the weight (of its tensor-parallel part, when the columns are split).
+        width: of each block, `b`.
         held: the blocks of which this rank's shard holds a row, ascending.
         may_be_idle: whether a step without a token is ordinary (an expert that nothing was routed to).
     """
 
     key: str
     blocks: int
+    width: int
     held: tuple[int, ...]
     may_be_idle: bool = False
 
@@ -55,40 +58,79 @@ class RefreshCounts:
     fallbacks: int = 0
 
 
-class RefreshGroup:
-    """Moments at their owners and bases at their holders, for all weights of one width and one process group.
+def share_out[Key: Any](
+    members: Mapping[Key, Sequence[HeldWeight]], group: dist.ProcessGroup | None
+) -> dict[Key, Ownership]:
+    """Share the blocks of all refresh groups of one process group out at once, so that their work adds up evenly.
+
+    Collective over the group: one gather, however many members there are.
 
     Args:
-        width: the blocks' width `b`.
+        members: the weights of every refresh group to be, by what tells the groups apart (sortable); the same on every
+            rank but for what it holds.
+        group: the process group over which tokens differ; None for a single process.
+
+    Returns:
+        For each refresh group, who owns its blocks.
+
+    Raises:
+        LayoutError: on every rank, if the ranks disagree about the weights, or hold no row of some block.
+    """
+    weights = sorted((w for each in members.values() for w in each), key=lambda w: w.key)
+    known = [(w.key, w.blocks, w.width) for w in weights]
+    mine = (known, {w.key: w.held for w in weights if w.held})
+    everyone = [mine]
+    rank = 0
+    if group is not None and dist.get_world_size(group) > 1:
+        rank = dist.get_rank(group)
+        everyone = [mine] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+    for other, (theirs, _) in enumerate(everyone):
+        if theirs != known:
+            differing = {*known} ^ {*theirs}
+            raise LayoutError(
+                f"ranks {rank} and {other} of one data-parallel group manage different weights (name, blocks, block "
+                f"width): {sorted(differing)[:4]}; every rank must build the same model with the same --dobb-* flags"
+            )
+    whole = Ownership.share_out([held for _, held in everyone], {w.key: w.width for w in weights})
+    for weight in weights:
+        owned = len(whole.owners.get(weight.key, ()))
+        if owned != weight.blocks:
+            raise LayoutError(
+                f"{weight.key} has {weight.blocks} blocks, but the ranks of its data-parallel group hold only {owned} "
+                "of them"
+            )
+    return {key: whole.part([w.key for w in members[key]]) for key in sorted(members)}
+
+
+class RefreshGroup:
+    """Moments at their owners and bases at their holders, for weights of one width and one process group.
+
+    Args:
         weights: the managed weights; the same keys and block counts on every rank of the group.
         group: the process group over which tokens differ; None for a single process.
+        ownership: their owners, from `share_out`.
         moment_dtype: storage of the moments.
         basis_dtype: storage of the bases.
         device: where both live.
-        loads: refresh work that each rank of the group has from wider blocks.
-
-    Raises:
-        LayoutError: if the ranks of the group disagree about the weights.
     """
 
     def __init__(
         self,
-        width: int,
         weights: Sequence[HeldWeight],
         group: dist.ProcessGroup | None,
+        ownership: Ownership,
         *,
         moment_dtype: torch.dtype,
         basis_dtype: torch.dtype,
         device: torch.device,
-        loads: Sequence[int] = (),
     ) -> None:
-        self.width = width
+        (self.width,) = {w.width for w in weights}
         self.weights = tuple(sorted(weights, key=lambda w: w.key))
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.ranks = dist.get_world_size(group) if group is not None else 1
-        widths = {w.key: width for w in self.weights}
-        self.ownership = Ownership.share_out(self._gather_holdings(), widths, loads)
+        self.ownership = ownership
         self.held = self.ownership.held_by(self.rank)
         self.owned = self.ownership.owned_by(self.rank)
 
@@ -99,8 +141,8 @@ class RefreshGroup:
         self.owned_positions = positions(self.owned)
         self.basis_sends = [positions(blocks) for blocks in self.ownership.basis_sends(self.rank)]
         self.basis_receives = [positions(blocks) for blocks in self.ownership.basis_receives(self.rank)]
-        self.basis = torch.eye(width, dtype=basis_dtype, device=device).repeat(len(self.held), 1, 1)
-        self.moment = torch.zeros(len(self.owned), width, width, dtype=moment_dtype, device=device)
+        self.basis = torch.eye(self.width, dtype=basis_dtype, device=device).repeat(len(self.held), 1, 1)
+        self.moment = torch.zeros(len(self.owned), self.width, self.width, dtype=moment_dtype, device=device)
         self._plan_moments()
 
     def basis_of(self, key: str) -> Tensor:
@@ -152,33 +194,9 @@ class RefreshGroup:
 
     # Construction.
 
-    def _gather_holdings(self) -> list[dict[str, tuple[int, ...]]]:
-        mine = [(w.key, w.blocks, w.held) for w in self.weights]
-        if self.ranks == 1:
-            everyone = [mine]
-        else:
-            everyone = [[] for _ in range(self.ranks)]
-            dist.all_gather_object(everyone, mine, group=self.group)
-        names = [(key, blocks) for key, blocks, _ in mine]
-        for rank, theirs in enumerate(everyone):
-            if [(key, blocks) for key, blocks, _ in theirs] != names:
-                differing = {*names} ^ {(key, blocks) for key, blocks, _ in theirs}
-                raise LayoutError(
-                    f"ranks {self.rank} and {rank} of one data-parallel group manage different weights of block "
-                    f"width {self.width}: {sorted(differing)[:4]}; every rank must build the same model with the "
-                    "same --dobb-* flags"
-                )
-        return [{key: held for key, _, held in theirs} for theirs in everyone]
-
     def _plan_moments(self) -> None:
         """Fix what of the flat buffer goes where: all triangles, each to its owner, then all token counts."""
         owners = self.ownership.owners
-        for weight in self.weights:
-            if len(owners.get(weight.key, ())) != weight.blocks:
-                raise LayoutError(
-                    f"{weight.key} has {weight.blocks} blocks, but the ranks of its data-parallel group hold only "
-                    f"{len(owners.get(weight.key, ()))} of them"
-                )
         self.triangle = self.width * (self.width + 1) // 2
         self.first_token = sum(w.blocks for w in self.weights) * self.triangle
         triangles = [{owner} for w in self.weights for owner in owners[w.key]]

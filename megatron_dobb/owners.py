@@ -27,7 +27,7 @@ def work(width: int) -> int:
     return width**3
 
 
-def assign(holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] = ()) -> dict[str, tuple[int, ...]]:
+def assign(holdings: Holdings, widths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """The owner of every block, shared out by work among the ranks that hold it.
 
     Widest blocks go first, each to its least loaded holder, on a tie to the lowest rank. Only the contents of
@@ -36,8 +36,6 @@ def assign(holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] =
     Args:
         holdings: blocks held by every rank.
         widths: block width of every key.
-        loads: work that each rank has already, where widths are shared out in several calls (widest first, each
-            given the work of those before: that is the same as one call for all).
 
     Returns:
         For each key in ascending order, the owner's rank for block 0, 1, ...
@@ -46,7 +44,7 @@ def assign(holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] =
         LayoutError: if a block is held by no rank though a later one of its weight is.
     """
     holders = _holders(holdings)
-    load = list(loads) or [0] * len(holdings)
+    load = [0] * len(holdings)
     owner_of: dict[Block, int] = {}
     for key, block in sorted(holders, key=lambda b: (-widths[b[0]], b)):
         owner = min(holders[key, block], key=lambda rank: (load[rank], rank))
@@ -73,9 +71,18 @@ class Ownership:
     owners: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def share_out(cls, holdings: Holdings, widths: Mapping[str, int], loads: Sequence[int] = ()) -> "Ownership":
+    def share_out(cls, holdings: Holdings, widths: Mapping[str, int]) -> "Ownership":
         """Share the blocks out with `assign`, which see."""
-        return cls(holdings, widths, assign(holdings, widths, loads))
+        return cls(holdings, widths, assign(holdings, widths))
+
+    def part(self, keys: Collection[str]) -> "Ownership":
+        """The same owners, of some weights alone."""
+        wanted = frozenset(keys)
+        return Ownership(
+            [{key: blocks for key, blocks in held.items() if key in wanted} for held in self.holdings],
+            {key: width for key, width in self.widths.items() if key in wanted},
+            {key: ranks for key, ranks in self.owners.items() if key in wanted},
+        )
 
     def held_by(self, rank: int) -> tuple[Block, ...]:
         """The blocks of whose weights `rank` holds a row: those whose basis it needs."""

@@ -13,7 +13,7 @@ from .. import ops, reference
 from ..capture import Capture, MomentSum, scale_sums
 from ..config import DTYPES, DobbConfig
 from ..errors import ConfigError
-from ..exchange import HeldWeight, RefreshCounts, RefreshGroup
+from ..exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from .diagnostics import Diagnostics
 from .groups import MomentGroups, Ranks
 from .manage import ChunkPlan, ManagedWeight
@@ -123,28 +123,25 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         self.managed, self.moment_ranks = unique, moment_groups.ranks_of
         device = torch.device("cuda", torch.cuda.current_device())
         held: dict[str, tuple[int, ...]] = {}
-        members: dict[tuple[Ranks, int], list[HeldWeight]] = {}
+        members: dict[Ranks, dict[int, list[HeldWeight]]] = {}
         for name, weight in unique.items():
             held[name] = weight.held_blocks(*cut_of[name]) if name in cut_of else ()
-            members.setdefault((moment_groups.ranks_of[name], weight.width), []).append(
-                HeldWeight(name, weight.local_blocks, held[name], may_be_idle=weight.moe is not None)
+            members.setdefault(moment_groups.ranks_of[name], {}).setdefault(-weight.width, []).append(
+                HeldWeight(name, weight.local_blocks, weight.width, held[name], may_be_idle=weight.moe is not None)
             )
         basis_of: dict[str, Tensor] = {}
-        loads: dict[Ranks, Sequence[int]] = {}
-        for (ranks, width), held_weights in sorted(members.items(), key=lambda item: (item[0][0], -item[0][1])):
-            group = RefreshGroup(
-                width,
-                held_weights,
-                moment_groups.groups[ranks],
-                moment_dtype=DTYPES[self.dobb.moment_dtype],
-                basis_dtype=DTYPES[self.dobb.basis_dtype],
-                device=device,
-                loads=loads.get(ranks, ()),
-            )
-            before = loads.get(ranks, [0] * group.ranks)
-            loads[ranks] = [a + b for a, b in zip(before, group.ownership.work(), strict=True)]
-            self.refresh_groups.append(group)
-            basis_of.update({w.key: group.basis_of(w.key) for w in held_weights if w.held})
+        for ranks, weights_of in sorted(members.items()):
+            for key, ownership in share_out(weights_of, moment_groups.groups[ranks]).items():
+                group = RefreshGroup(
+                    weights_of[key],
+                    moment_groups.groups[ranks],
+                    ownership,
+                    moment_dtype=DTYPES[self.dobb.moment_dtype],
+                    basis_dtype=DTYPES[self.dobb.basis_dtype],
+                    device=device,
+                )
+                self.refresh_groups.append(group)
+                basis_of.update({w.key: group.basis_of(w.key) for w in weights_of[key] if w.held})
         self._build_segments(unique, cut_of, basis_of)
         self.diagnostics = Diagnostics.of(self)
         if self.dobb.norm == "l2":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_dobb.blocks import Shard
 from megatron_dobb.capture import MomentSum
 from megatron_dobb.errors import CaptureError, LayoutError
-from megatron_dobb.exchange import HeldWeight, RefreshCounts, RefreshGroup
+from megatron_dobb.exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from megatron_dobb.moment import gram
 from testbed import processes, traffic
 
@@ -43,14 +43,15 @@ class Problem:
 
     def group(self, rank=None, basis_dtype=torch.float32):
         """This rank's group, or with `rank` None one that holds everything in a single process."""
-        weights = [
-            HeldWeight(key, count, tuple(range(count)) if rank is None else self.held[key][rank], key in self.idle)
-            for key, count in self.blocks.items()
-        ]
+        weights = []
+        for key, count in self.blocks.items():
+            held = tuple(range(count)) if rank is None else self.held[key][rank]
+            weights.append(HeldWeight(key, count, self.width, held, key in self.idle))
+        ranks = None if rank is None else dist.group.WORLD
         return RefreshGroup(
-            self.width,
             weights,
-            None if rank is None else dist.group.WORLD,
+            ranks,
+            share_out({0: weights}, ranks)[0],
             moment_dtype=torch.float32,
             basis_dtype=basis_dtype,
             device=torch.device("cpu"),
@@ -200,7 +201,7 @@ def test_a_weight_that_only_one_rank_saw_is_refreshed():
 def test_ranks_that_manage_different_weights_are_told_so(other):
     def build():
         rank = dist.get_rank()
-        with pytest.raises(LayoutError, match=r"ranks . and . .* manage different weights of block width 2.*'[bc]'"):
+        with pytest.raises(LayoutError, match=r"ranks . and . .* manage different weights \(name.*'[bc]'"):
             (WHOLE if rank == 0 else other).group(rank)
         return True
 
@@ -221,6 +222,26 @@ def test_every_refresh_makes_the_same_three_collectives_whatever_was_captured():
     for with_tokens, without in processes.run(2, record):
         assert with_tokens == without
         assert [name for name, *_ in with_tokens] == ["reduce_scatter_tensor", "all_to_all_single", "all_to_all_single"]
+
+
+def test_groups_are_built_with_one_gather_for_all_widths():
+    def record():
+        held = [HeldWeight(f"w{width}", 4, width, (dist.get_rank(),)) for width in (2, 4)]
+        held = [HeldWeight(w.key, 2, w.width, w.held) for w in held]
+        with traffic.record() as calls:
+            owners = share_out({w.width: [w] for w in held}, dist.group.WORLD)
+            for weight in held:
+                RefreshGroup(
+                    [weight],
+                    dist.group.WORLD,
+                    owners[weight.width],
+                    moment_dtype=torch.float32,
+                    basis_dtype=torch.float32,
+                    device=torch.device("cpu"),
+                )
+        return [call.name for call in calls]
+
+    assert processes.run(2, record) == [["all_gather_object"]] * 2
 
 
 def test_a_single_rank_communicates_nothing():

@@ -82,7 +82,7 @@ def test_blocks_that_would_span_two_tensor_parallel_ranks_are_an_error_with_what
 def test_ranks_with_different_settings_are_told_so():
     def fail():
         blocks = 4 if dist.get_rank() == 0 else {"*": 4, "*.linear_fc2": 16}
-        with pytest.raises(LayoutError, match=r"manage different weights of block width .*the same --dobb-"):
+        with pytest.raises(LayoutError, match=r"manage different weights .*the same --dobb-"):
             start(DobbConfig(blocks=blocks))
         return True
 

@@ -7,18 +7,23 @@ import torch
 
 from megatron_dobb.capture import MomentSum
 from megatron_dobb.errors import CaptureError, LayoutError
-from megatron_dobb.exchange import HeldWeight, RefreshCounts, RefreshGroup
+from megatron_dobb.exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from megatron_dobb.moment import gram
 from megatron_dobb.orthogonalize import orthonormality_error
 
 WIDTH = 4
 HOW = {"beta": 0.9, "method": "householder", "iterations": 1}
-WEIGHTS = [HeldWeight("b", 2, (0, 1)), HeldWeight("a", 3, (0, 1, 2)), HeldWeight("expert", 1, (0,), may_be_idle=True)]
+WEIGHTS = [
+    HeldWeight("b", 2, WIDTH, (0, 1)),
+    HeldWeight("a", 3, WIDTH, (0, 1, 2)),
+    HeldWeight("expert", 1, WIDTH, (0,), may_be_idle=True),
+]
 
 
 def group(weights=WEIGHTS, moment_dtype=torch.float32, basis_dtype=torch.float32):
+    owners = share_out({WIDTH: weights}, None)[WIDTH]
     return RefreshGroup(
-        WIDTH, weights, None, moment_dtype=moment_dtype, basis_dtype=basis_dtype, device=torch.device("cpu")
+        weights, None, owners, moment_dtype=moment_dtype, basis_dtype=basis_dtype, device=torch.device("cpu")
     )
 
 
@@ -146,4 +151,6 @@ def test_a_weight_without_tokens_is_an_error_that_names_it():
 
 def test_a_block_that_nobody_holds_is_an_error():
     with pytest.raises(LayoutError, match="no rank holds a row of block 1"):
-        group([HeldWeight("a", 3, (0, 2))])
+        group([HeldWeight("a", 3, WIDTH, (0, 2))])
+    with pytest.raises(LayoutError, match="a has 3 blocks, but the ranks of its data-parallel group hold only 2"):
+        group([HeldWeight("a", 3, WIDTH, (0, 1))])

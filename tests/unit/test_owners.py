@@ -87,17 +87,15 @@ def test_blocks_that_every_rank_holds_are_balanced_to_within_one_block(ranks: in
 
 @settings(max_examples=50, deadline=None)
 @given(groups())
-def test_sharing_out_width_by_width_with_the_loads_so_far_equals_sharing_out_at_once(group: Group) -> None:
+def test_a_part_of_the_weights_keeps_the_owners_that_sharing_out_all_gave_them(group: Group) -> None:
     holdings, widths = group
-    load = [0] * len(holdings)
-    piecewise = {}
-    for width in sorted(set(widths.values()), reverse=True):
-        of_width = {key for key in widths if widths[key] == width}
-        part = [{key: held for key, held in rank.items() if key in of_width} for rank in holdings]
-        owners = Ownership.share_out(part, dict.fromkeys(of_width, width), load)
-        piecewise |= owners.owners
-        load = [sum(pair) for pair in zip(load, owners.work(), strict=True)]
-    assert piecewise == assign(holdings, widths)
+    whole = Ownership.share_out(holdings, widths)
+    parts = [whole.part({key for key in widths if widths[key] == width}) for width in sorted(set(widths.values()))]
+    assert {key: ranks for part in parts for key, ranks in part.owners.items()} == whole.owners
+    loads = [part.work() for part in parts] or [[0] * len(holdings)]
+    assert [sum(of_rank) for of_rank in zip(*loads, strict=True)] == whole.work()
+    for rank in range(len(holdings)):
+        assert sorted(block for part in parts for block in part.held_by(rank)) == list(whole.held_by(rank))
 
 
 def test_a_block_without_a_holder_is_refused() -> None:
