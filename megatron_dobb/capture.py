@@ -1,7 +1,7 @@
 """Second-moment sums of a model's activations, or of their gradients, taken by hooks on refresh steps."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,9 @@ class Capture:
         default_to_first: with `sequences` None, settle it at the first captured micro-batch as one micro-batch of
             every rank.
         backend: what computes the sums, see `ops.gram_`.
+        on_complete: called on an armed step at the end of the forward call after which no rank takes anything more.
+        microbatches: how many micro-batches a step has on each rank, None if nobody knows; only asked when all
+            sequences are taken.
         counting: whether the root's current forward call is a micro-batch; None outside of such calls.
         batches: how many sequences the `batch` modules of the sources were last given.
     """
@@ -88,11 +91,16 @@ class Capture:
     ranks: int = 1
     default_to_first: bool = False
     backend: Backend = "auto"
+    on_complete: Callable[[], None] | None = None
+    microbatches: Callable[[], int | None] = lambda: None
     armed: bool = False
     microbatch: int = -1
     counting: bool | None = None
     sums: dict[str, MomentSum] = field(default_factory=dict)
     batches: dict[nn.Module, int] = field(default_factory=dict)
+    keys: Collection[str] | None = None
+    closed: bool = False
+    _seen: int | None = None
 
     def __post_init__(self) -> None:
         self.sources = list(self.sources)
@@ -114,10 +122,16 @@ class Capture:
             self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         self.begin(armed=False)
 
-    def begin(self, armed: bool) -> None:
-        """Start a step, or start it again: forget what was captured and count micro-batches from zero."""
-        self.armed = armed
+    def begin(self, armed: bool, keys: Collection[str] | None = None) -> None:
+        """Start a step, or start it again: forget what was captured and count micro-batches from zero.
+
+        Args:
+            armed: whether to capture.
+            keys: of which sources; None for all.
+        """
+        self.armed, self.keys = armed, keys
         self.microbatch = -1
+        self.closed, self._seen = False, None
         self.sums = {source.key: MomentSum() for source in self.sources}
         self.batches = {}
 
@@ -144,8 +158,21 @@ class Capture:
         wanted = self._wanted(sequences)
         return wanted is None or max(self.microbatch, 0) * self.ranks * sequences < wanted
 
+    def _takes_all(self) -> bool:
+        return self.sequences is None and not self.default_to_first
+
+    def _is_complete(self) -> bool:
+        """Whether no rank takes anything of the micro-batches after this one."""
+        following = self.microbatch + 1
+        if self._takes_all():
+            total = self.microbatches()
+            return total is not None and following >= total
+        wanted = self._wanted(self._seen) if self._seen else None
+        return wanted is not None and following * self.ranks * (self._seen or 0) >= wanted
+
     def _wanted(self, sequences: int) -> int | None:
         """How many sequences of a global batch to take, None for all, once micro-batches have `sequences`."""
+        self._seen = sequences
         if self.sequences is None and self.default_to_first and sequences:
             self.sequences = sequences * self.ranks
         return self.sequences
@@ -155,25 +182,36 @@ class Capture:
         # for the layers' first forward pass.
         if not _in_backward():
             self.counting = module.training and torch.is_grad_enabled()
+            if self.counting and self.closed:
+                raise CaptureError(
+                    f"--dobb-capture all took as many micro-batches as Megatron says that a step has, "
+                    f"{self.microbatches()}, and the moments are on their way, but another one came: call zero_grad "
+                    "before each step, or use --no-dobb-overlap-refresh"
+                )
             self.microbatch += self.counting
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not _in_backward():
-            self.counting = None
+            ended, self.counting = self.counting and output is not None, None  # without output, by an exception
+            if ended and self.on_complete is not None and self.armed and self._is_complete():
+                self.on_complete()
+                self.closed = self._takes_all() and not self.armed
 
     def _see_batch(self, dim: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _in_backward():
+        if self.armed and not _in_backward():
             x = args[0] if args else next(iter(kwargs.values()))
             self.batches[module] = x.shape[dim]
 
     def _hook(self, sources: Sequence[Source]) -> Callable[..., None]:
         def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if not module.training or _in_backward():
+            if not self.armed or not module.training or _in_backward():
                 return
             if not (torch.is_grad_enabled() if self.counting is None else self.counting):
                 return
             with torch.no_grad():
                 for source in sources:
+                    if self.keys is not None and source.key not in self.keys:
+                        continue
                     self.sums[source.key].calls += 1
                     if source.batch is not None and not self._takes_tokens_of(source.batch, source.key):
                         continue
@@ -246,7 +284,8 @@ class _Hook:
         self._call = torch.compiler.disable(call, reason=_NOT_TRACED) if call is not None else None
 
     def __call__(self, *args: Any) -> None:
-        if self._capture is not None and self._call is not None and self._capture.armed:
+        capture = self._capture
+        if capture is not None and self._call is not None and (capture.armed or capture.closed):
             self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":

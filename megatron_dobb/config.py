@@ -76,6 +76,9 @@ class DobbConfig:
             is there, `extension` and `reference` (plain PyTorch) insist on one.
         precision: `exact` decides signs as fp32 products would, `bf16` may round the momentum and the basis first.
         load_other_optimizer: continue Megatron's checkpoint of AdamW, whose first moments become the momentum.
+        overlap_refresh: refresh the bases beside the backward pass (Megatron only; see docs/performance.md).
+        stagger: refresh about 1/T of the weights on every step, in place of all of them on every T-th; the first step
+            refreshes all.
         log_diagnostics_interval: steps between two logs of the diagnostics (see docs/diagnostics.md); 0 for none.
         log_diagnostics_weights: glob patterns of the weights to log, each with the spectrum of its update. Without
             them all are logged, and the spectra of a few, in turn.
@@ -105,6 +108,8 @@ class DobbConfig:
     backend: Backend = "auto"
     precision: Precision = "exact"
     load_other_optimizer: bool = False
+    overlap_refresh: bool = True
+    stagger: bool = False
     log_diagnostics_interval: int = 0
     log_diagnostics_weights: tuple[str, ...] = ()
 
@@ -199,7 +204,7 @@ class DobbConfig:
                 raise ConfigError(f"{flag(name)} {value} must be at least 0 and below 1; the usual value is 0.95")
         if not (_is_number(self.update_scale) and 0 < self.update_scale < math.inf):
             raise ConfigError(f"{flag('update_scale')} {self.update_scale} must be positive; the usual value is 0.2")
-        for name in ("nesterov", "load_other_optimizer"):
+        for name in ("nesterov", "load_other_optimizer", "overlap_refresh", "stagger"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{flag(name)} {getattr(self, name)!r} must be True or False")
         self._check_choice("qr", QR_METHODS)
@@ -209,6 +214,11 @@ class DobbConfig:
         self._check_choice("backend", BACKENDS)
         self._check_choice("precision", PRECISIONS)
         self._check_diagnostics()
+        if self.stagger and not self.captures:
+            raise ConfigError(
+                f"--dobb-stagger with --dobb-source {self.source}: only bases of what the forward and backward passes "
+                "show can be refreshed in turn; leave it out, or use --dobb-source activation"
+            )
         if self.capture == "all" and self.capture_sequences is not None:
             raise ConfigError(
                 f"--dobb-capture-sequences {self.capture_sequences} has no meaning with --dobb-capture all: "

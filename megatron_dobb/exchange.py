@@ -57,6 +57,11 @@ class RefreshCounts:
     skipped: int = 0
     fallbacks: int = 0
 
+    def add(self, other: "RefreshCounts") -> None:
+        """Count those of another refresh too."""
+        self.skipped += other.skipped
+        self.fallbacks += other.fallbacks
+
 
 def share_out[Key: Any](
     members: Mapping[Key, Sequence[HeldWeight]], group: dist.ProcessGroup | None

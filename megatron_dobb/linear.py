@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,9 +149,9 @@ class BatchCapture(Capture):
     batch: int | None = None
     gradients: tuple[Any, ...] | None = None
 
-    def begin(self, armed: bool) -> None:
+    def begin(self, armed: bool, keys: Collection[str] | None = None) -> None:
         """See `Capture.begin`."""
-        super().begin(armed)
+        super().begin(armed, keys)
         self.gradients = None
 
     def taken(self, sequences: int) -> int:

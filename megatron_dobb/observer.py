@@ -46,14 +46,15 @@ class Observer:
 
     @contextlib.contextmanager
     def refresh(self, step: int, bases: BlocksOf) -> Iterator[None]:
-        """Compare the bases before and after what is done within, if a log comes before the next refresh."""
+        """Compare the bases before and after what is done within, if a log comes before their next refresh."""
         wanted = self.interval > 0 and -step % self.interval < self.config.refresh_interval
-        self._last_refresh = {}
         before = list(bases()) if wanted else []
         yield
+        found: dict[str, Sums] = {}
         for (blocks, old), (_, new) in zip(before, bases() if wanted else (), strict=True):
             for name, places in self._weights_among(blocks):
-                self._add(self._last_refresh, name, diagnostics.sums_of_rotation(old[places], new[places]))
+                self._add(found, name, diagnostics.sums_of_rotation(old[places], new[places]))
+        self._last_refresh.update(found)
 
     def add_moments(self, blocks: Sequence[Block], moment: Tensor, basis: Tensor) -> None:
         """Take in the moments and bases `[k, b, b]` of some blocks."""

@@ -80,6 +80,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
     )
     add(
+        "overlap-refresh",
+        "Refresh the bases beside the backward pass (default), or in the optimizer's call.",
+        action=argparse.BooleanOptionalAction,
+        default=default.overlap_refresh,
+    )
+    add(
+        "stagger",
+        "Refresh about 1/T of the weights on every step in place of all of them on every T-th.",
+        action="store_true",
+    )
+    add(
         "log-diagnostics-interval",
         "Steps between two logs of Dobb's diagnostics to TensorBoard and W&B (default 0: none).",
         type=int,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..config import flag
 from ..diagnostics import merge, named
-from ..exchange import RefreshCounts
+from ..exchange import RefreshCounts, RefreshGroup
 from ..observer import Observer, Sink
 from ..owners import Block
 from .manage import ManagedWeight
@@ -61,15 +61,13 @@ class Diagnostics:
         shared._observers[optimizer.is_expert] = Observer(optimizer.dobb)
         return shared
 
-    def refresh(
-        self, optimizer: "DobbDistributedOptimizer", attempted_step: int
-    ) -> contextlib.AbstractContextManager[None]:
-        """Around a refresh: see `Observer.refresh`."""
+    def refresh(self, group: RefreshGroup, step: int, is_expert: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a refresh, at a step with the number `step_number`: see `Observer.refresh`."""
 
         def bases() -> list[tuple[Sequence[Block], Tensor]]:
-            return [(group.owned, group.basis[group.owned_positions]) for group in optimizer.refresh_groups]
+            return [(group.owned, group.basis[group.owned_positions])]
 
-        return self._observers[optimizer.is_expert].refresh(step_number(attempted_step), bases)
+        return self._observers[is_expert].refresh(step, bases)
 
     def after_update(
         self,

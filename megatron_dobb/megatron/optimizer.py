@@ -1,6 +1,8 @@
 """Megatron's distributed optimizer with Dobb for the managed matrices and its own AdamW for everything else."""
 
 import contextlib
+import functools
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,18 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops, reference
-from ..capture import Capture, MomentSum, scale_sums
-from ..config import DTYPES, DobbConfig
+from ..capture import Capture, MomentSum
+from ..config import DobbConfig
 from ..errors import ConfigError
-from ..exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
+from ..exchange import HeldWeight, RefreshCounts
+from ..owners import work
+from ..schedule import phases
 from .diagnostics import Diagnostics
-from .groups import MomentGroups, Ranks
+from .groups import MomentGroups
 from .manage import ChunkPlan, ManagedWeight
-from .messages import log_refresh, log_whole_model
+from .messages import log_whole_model
 from .norms import ColumnNorms
+from .refreshes import ChunkRefresh, Members, Refreshes, make_groups, worker_of
 from .resumable import MOMENTUM, ResumableOptimizer, is_dobb
 
 GROUPS_ATTRIBUTE, KINDS_ATTRIBUTE = "dobb_moment_groups", "dobb_kinds_on_adamw"
+PHASES_ATTRIBUTE = "dobb_refresh_phases"
 
 
 class DobbDistributedOptimizer(ResumableOptimizer):
@@ -46,8 +52,8 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         self.dobb: DobbConfig = config.dobb
         self.attempted_steps = 0
         self.refresh_is_asked = False
-        self.refresh_counts = RefreshCounts()
         self.captures = []
+        self.refreshes = Refreshes(self.dobb, [], Diagnostics(), is_expert=False, worker=None)
         self._pending: ops.Pending = []
         self.refresh_groups = []
         self.segments = []
@@ -61,6 +67,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         plans_of_mine = [[w for w in plan.managed if id(w.parameter) in mine] for plan in plans]
         moment_groups = self._moment_groups(model_chunks[0], plans)
         self.kinds_on_adamw = getattr(model_chunks[0], KINDS_ATTRIBUTE)
+        self._phases: dict[str, int] = getattr(model_chunks[0], PHASES_ATTRIBUTE)
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, **kwargs)
         if self.is_stub_optimizer:
             return
@@ -75,15 +82,17 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         groups there. So nothing depends on which ranks have experts.
         """
         if getattr(chunk, GROUPS_ATTRIBUTE, None) is None:
-            setattr(chunk, KINDS_ATTRIBUTE, self._check_whole_model(chunk, plans))
+            kinds, work_of = self._check_whole_model(chunk, plans)
+            setattr(chunk, KINDS_ATTRIBUTE, kinds)
+            setattr(chunk, PHASES_ATTRIBUTE, phases(work_of, self.dobb.refresh_interval) if self.dobb.stagger else {})
             setattr(chunk, GROUPS_ATTRIBUTE, MomentGroups.create(chunk, plans, self.dobb))
         return getattr(chunk, GROUPS_ATTRIBUTE)
 
-    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> set[str]:
+    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> tuple[set[str], dict[str, int]]:
         """Check, over all ranks, that Dobb has something to do and that every name pattern names something.
 
         Returns:
-            See `ChunkPlan.kinds_on_adamw`: of the whole model.
+            See `ChunkPlan.kinds_on_adamw`: of the whole model; and the work of refreshing each of its weights.
         """
         weights = {weight.name: weight for plan in plans for weight in plan.managed}.values()
         patterns = set().union(*(plan.patterns_used for plan in plans))
@@ -95,9 +104,10 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         }
         everyone: list[Any] = [None] * dist.get_world_size()
         kinds = set().union(*(plan.kinds_on_adamw() for plan in plans))
-        dist.all_gather_object(everyone, (patterns, mine, kinds))
-        self.dobb.check_patterns_used(set().union(*(used for used, _, _ in everyone)))
-        sizes = {key: size for _, theirs, _ in everyone for key, size in theirs.items()}.values()
+        work_of = {weight.name: weight.features // weight.width * work(weight.width) for weight in weights}
+        dist.all_gather_object(everyone, (patterns, mine, kinds, work_of if self.dobb.stagger else {}))
+        self.dobb.check_patterns_used(set().union(*(used for used, *_ in everyone)))
+        sizes = {key: size for _, theirs, *_ in everyone for key, size in theirs.items()}.values()
         matrices = sum(count for count, _ in sizes)
         if matrices:
             log_whole_model(matrices, sum(elements for _, elements in sizes))
@@ -110,7 +120,9 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                 + "; ".join(f"{n} parameters: {reason}" for reason, n in reasons.items())
                 + ". Use --optimizer adam, or fewer --dobb-exclude patterns"
             )
-        return set().union(*(theirs for _, _, theirs in everyone))
+        return set().union(*(theirs for *_, theirs, _ in everyone)), functools.reduce(
+            operator.or_, (theirs for *_, theirs in everyone)
+        )
 
     def _build(
         self,
@@ -123,25 +135,25 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         self.managed, self.moment_ranks = unique, moment_groups.ranks_of
         device = torch.device("cuda", torch.cuda.current_device())
         held: dict[str, tuple[int, ...]] = {}
-        members: dict[Ranks, dict[int, list[HeldWeight]]] = {}
-        for name, weight in unique.items():
-            held[name] = weight.held_blocks(*cut_of[name]) if name in cut_of else ()
-            members.setdefault(moment_groups.ranks_of[name], {}).setdefault(-weight.width, []).append(
-                HeldWeight(name, weight.local_blocks, weight.width, held[name], may_be_idle=weight.moe is not None)
-            )
-        basis_of: dict[str, Tensor] = {}
-        for ranks, weights_of in sorted(members.items()):
-            for key, ownership in share_out(weights_of, moment_groups.groups[ranks]).items():
-                group = RefreshGroup(
-                    weights_of[key],
-                    moment_groups.groups[ranks],
-                    ownership,
-                    moment_dtype=DTYPES[self.dobb.moment_dtype],
-                    basis_dtype=DTYPES[self.dobb.basis_dtype],
-                    device=device,
-                )
-                self.refresh_groups.append(group)
-                basis_of.update({w.key: group.basis_of(w.key) for w in weights_of[key] if w.held})
+        members: Members = {}
+        for number, weights in enumerate(mine):
+            for weight in weights:
+                name, width = weight.name, weight.width
+                # One that several chunks share belongs to the last of them.
+                if unique[name] is weight:
+                    held[name] = weight.held_blocks(*cut_of[name]) if name in cut_of else ()
+                    place = moment_groups.ranks_of[name], self._phases.get(name, 0)
+                    members.setdefault(place, {}).setdefault((number, -width), []).append(
+                        HeldWeight(name, weight.local_blocks, width, held[name], may_be_idle=weight.moe is not None)
+                    )
+        groups_of_chunk = make_groups(members, len(mine), moment_groups.groups, self.dobb, device)
+        self.refresh_groups = [group for groups in groups_of_chunk for group, _ in groups]
+        basis_of = {
+            weight.key: group.basis_of(weight.key)
+            for group in self.refresh_groups
+            for weight in group.weights
+            if weight.held
+        }
         self._build_segments(unique, cut_of, basis_of)
         self.diagnostics = Diagnostics.of(self)
         if self.dobb.norm == "l2":
@@ -158,6 +170,15 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                     backend=self.dobb.backend,
                 )
             )
+        overlaps = self.dobb.overlap_refresh and self.refresh_groups
+        self.refreshes = Refreshes(
+            self.dobb,
+            [ChunkRefresh(*pair) for pair in zip(self.captures, groups_of_chunk, strict=True)],
+            self.diagnostics,
+            self.is_expert,
+            worker_of(self.model_chunks[0], self.refresh_groups[0].basis.device) if overlaps else None,
+            self._gradient_factor(),
+        )
         self._begin_step()
 
     def _managed_pairs(self) -> Iterator[tuple[int, torch.nn.Parameter, torch.nn.Parameter]]:
@@ -210,12 +231,12 @@ class DobbDistributedOptimizer(ResumableOptimizer):
     # Steps.
 
     def _begin_step(self) -> None:
-        for capture in self.captures:
-            capture.begin(armed=self.dobb.captures and self._refresh_is_due())
+        self.refreshes.begin(self.attempted_steps, self.refresh_is_asked)
 
-    def _refresh_is_due(self) -> bool:
-        asked = self.refresh_is_asked and self.dobb.source != "none"
-        return asked or self.dobb.refresh_due(self.attempted_steps)
+    @property
+    def refresh_counts(self) -> RefreshCounts:
+        """Blocks of this rank's refresh groups that refreshes left alone or Householder had to finish."""
+        return self.refreshes.counts
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Megatron's zero_grad; also starts the captures of the coming step (again, when Megatron reruns one)."""
@@ -226,45 +247,24 @@ class DobbDistributedOptimizer(ResumableOptimizer):
     def prepare_grads(self) -> bool:
         """Refresh the bases if this step is due, whatever becomes of its gradients, then Megatron's own work."""
         if not self.is_stub_optimizer:
-            if self._refresh_is_due():
+            if self.refreshes.is_due():
                 # Moments of the gradient wait until Megatron has judged it; a skipped step leaves its refresh due.
                 self.refresh_is_asked = not self.dobb.captures
                 if self.dobb.captures:
-                    self._refresh(self._captured())
+                    self.refreshes.finish()
             self.attempted_steps += 1
             self._begin_step()
         return super().prepare_grads()
 
-    def _captured(self) -> dict[str, MomentSum]:
-        sums = {}
-        for capture in self.captures:
-            sums.update(capture.take())
-        config = self.model_chunks[0].config
-        if self.dobb.source == "output-gradient" and not config.calculate_per_token_loss:
-            # They are those of a rank's mean loss. The mean over the ranks, of which Megatron makes the gradients of
-            # the weights, knows no number of ranks.
-            scale_sums(sums.values(), 1 / self.model_chunks[0].dp_cp_group.size())
-        return sums
+    def _gradient_factor(self) -> float:
+        """What captured gradients are multiplied with.
 
-    def _refresh(self, sums: dict[str, MomentSum]) -> None:
-        to_report, step = RefreshCounts(), self.attempted_steps + int(self.dobb.captures)
-        with self.diagnostics.refresh(self, step):
-            for group in self.refresh_groups:
-                found = group.refresh(
-                    sums,
-                    beta=self.dobb.moment_beta,
-                    method=self.dobb.qr,
-                    iterations=self.dobb.iterations,
-                    backend=self.dobb.backend,
-                )
-                self.refresh_counts.skipped += found.skipped
-                self.refresh_counts.fallbacks += found.fallbacks
-                if group.rank == 0:  # it speaks for the group, of which the job's first rank need not be a member
-                    to_report.skipped += found.skipped
-                    to_report.fallbacks += found.fallbacks
-        self.diagnostics.counts.skipped += to_report.skipped
-        self.diagnostics.counts.fallbacks += to_report.fallbacks
-        log_refresh(step, to_report, self.refresh_counts)
+        They are those of a rank's mean loss. The mean over the ranks, of which Megatron makes the gradients of the
+        weights, knows no number of ranks.
+        """
+        if self.dobb.source != "output-gradient" or self.model_chunks[0].config.calculate_per_token_loss:
+            return 1.0
+        return 1 / self.model_chunks[0].dp_cp_group.size()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -283,7 +283,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             [g for group in gradients for g in group],
         )
         if self.refresh_is_asked and self.dobb.source == "gram":
-            self._refresh(self._grams(gradients))
+            self.refreshes.of_gradients(self._grams(gradients), self.attempted_steps)
             self.refresh_is_asked = False
         scales = self._column_scales(gradients)
         for group, segments, group_gradients, group_scales in zip(

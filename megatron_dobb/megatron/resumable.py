@@ -20,6 +20,7 @@ from .manage import ManagedWeight
 from .messages import log_load, say
 from .names import kind_of
 from .others import refusal
+from .refreshes import Refreshes
 from .reshardable import ReshardableOptimizer
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
@@ -36,7 +37,7 @@ class ResumableOptimizer(ReshardableOptimizer):
         managed: the weights on Dobb, by name.
         kinds_on_adamw: names without numbers of all parameters of the whole model that are not on Dobb.
         moment_ranks: the global ranks over which the moment of each is summed.
-        refresh_groups, captures, segments, shards: see there.
+        refresh_groups, captures, refreshes, segments, shards: see there.
         attempted_steps: steps so far, skipped ones included.
         refresh_is_asked: whether the next step refreshes, whatever the schedule says.
         is_expert: whether this optimizer has the experts that Megatron keeps apart.
@@ -50,6 +51,7 @@ class ResumableOptimizer(ReshardableOptimizer):
     captures: list[Capture]
     segments: list[list[Segment]]
     shards: list[list[torch.nn.Parameter]]
+    refreshes: Refreshes
     attempted_steps: int
     refresh_is_asked: bool
     is_expert: bool
@@ -73,6 +75,7 @@ class ResumableOptimizer(ReshardableOptimizer):
                 "sharded_state_dict needs metadata: when saving a dictionary that goes into dist_checkpointing.save as "
                 "content_metadata, when loading what load_content_metadata gives"
             )
+        self.refreshes.settle()
         saved = Saved.read(metadata) if is_loading else None
         if is_loading:
             self._check(saved, metadata)
@@ -90,6 +93,7 @@ class ResumableOptimizer(ReshardableOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `sharded_state_dict` asked for, once a checkpoint has filled it in."""
+        self.refreshes.settle()
         state = {key: value for key, value in state_dict.items() if key != STATE}
         mine = state_dict.get(STATE)
         if mine is not None and mine["saved"] is None:

@@ -213,7 +213,9 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
         capture.take = functools.partial(take_and_count, capture.take, tokens)
     record["refreshes"] = []
     for optimizer in run.dobb:
-        optimizer._refresh = functools.partial(refresh_and_record, optimizer._refresh, record["refreshes"])
+        optimizer.refreshes._refresh = functools.partial(
+            refresh_and_record, optimizer.refreshes._refresh, record["refreshes"]
+        )
     for step in range(steps):
         inputs.append({})
         run.step(step)
@@ -226,11 +228,12 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
     return record
 
 
-def refresh_and_record(refresh: Any, refreshes: list[list[traffic.Call]], sums: Any) -> None:
-    """`DobbDistributedOptimizer._refresh`, whose collectives go on record."""
+def refresh_and_record(refresh: Any, refreshes: list[list[traffic.Call]], *arguments: Any) -> Any:
+    """`Refreshes._refresh`, whose collectives go on record."""
     with traffic.record() as calls:
-        refresh(sums)
-    refreshes.append(calls)
+        found = refresh(*arguments)
+    refreshes.append([call for call in calls if call.beside])
+    return found
 
 
 def take_and_count(take: Any, tokens: dict[str, int]) -> Any:

@@ -4,6 +4,7 @@ Every collective of every rank is recorded, for both optimizers on the same mode
 computed here from the model's shapes and from which flat shard touches which block.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -25,6 +26,7 @@ HEADER_BYTES = 12  # kept blocks, fallback blocks and the number of an unseen we
 
 CASES = {
     "one bucket": (Layout(2, micro_batch=6), 64),
+    "no overlap": (Layout(2, micro_batch=6), 64),
     "padded": (Layout(3, micro_batch=8), 80),
     "padded, buckets": (Layout(3, micro_batch=4, bucket_size=30_000), 80),
     "tensor parallel": (Layout(4, tensor=2, micro_batch=6), 64),
@@ -36,10 +38,10 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES)
 
 
-def record(layout, hidden):
+def record(layout, hidden, config):
     """Every call of five steps, of AdamW and of Dobb, and what is needed to expect them."""
     start(layout)
-    plain, dobb = Run(layout, None, {"hidden_size": hidden}), Run(layout, CONFIG, {"hidden_size": hidden})
+    plain, dobb = Run(layout, None, {"hidden_size": hidden}), Run(layout, config, {"hidden_size": hidden})
     groups = dobb.dobb.refresh_groups
     megatrons = [
         parallel_state.get_data_parallel_group(),
@@ -94,7 +96,13 @@ def width_of(name, local_columns, layout):
 @functools.cache
 def recorded(case):
     layout, hidden = CASES[case]
-    return processes.run(layout.world, record, layout, hidden)
+    return processes.run(
+        layout.world, record, layout, hidden, dataclasses.replace(CONFIG, overlap_refresh=overlaps(case))
+    )
+
+
+def overlaps(case):
+    return case != "no overlap"
 
 
 def is_refresh(step):
@@ -111,7 +119,12 @@ def is_of_buckets(call):
 
 
 def without_moments(plain, dobb):
-    """The calls of a Dobb step without those that it makes more, which must come all at once, and these."""
+    """The calls of a Dobb step without those that it makes more, and these.
+
+    Its thread makes them beside the backward pass. Without overlap they must come all at once.
+    """
+    if beside := [call for call in dobb if call.beside]:
+        return [call for call in dobb if not call.beside], beside
     more = len(dobb) - len(plain)
     place = next((i for i, (a, b) in enumerate(zip(plain, dobb, strict=False)) if kind(a) != kind(b)), len(plain))
     return dobb[:place] + dobb[place + more :], dobb[place : place + more]
@@ -125,6 +138,7 @@ def test_dobb_makes_the_calls_of_adamw_in_the_same_order_on_the_same_groups(case
             assert len(plain) > 3
             assert [kind(call) for call in common] == [kind(call) for call in plain]
             assert bool(more) == is_refresh(step)
+            assert {call.beside for call in more} <= {overlaps(case)}
 
 
 @every_case

@@ -19,16 +19,24 @@ CONSTANT_RATE = "--lr-decay-style constant"
 
 
 def note_captures(job):
-    """Note, for every step, the tokens that each weight's captured sum holds when the optimizer is called."""
-    original = job.optimizer.step
+    """Note, for every step, the tokens that the sum of each weight was refreshed from, or its capture has left."""
+    if not hasattr(job.dobb, "captures"):
+        return
+    (capture,) = job.dobb.captures
+    take, step = capture.take, job.optimizer.step
+    taken = {}
 
-    def step():
-        sums = job.dobb.captures[0].sums
-        job.notes.append({name: entry.tokens for name, entry in sums.items()})
-        return original()
+    def take_and_count():
+        sums = take()
+        taken.update({name: entry.tokens for name, entry in sums.items()})
+        return sums
 
-    if hasattr(job.dobb, "captures"):
-        job.optimizer.step = step
+    def step_and_note():
+        job.notes.append({name: taken.get(name, entry.tokens) for name, entry in capture.sums.items()})
+        taken.clear()
+        return step()
+
+    capture.take, job.optimizer.step = take_and_count, step_and_note
 
 
 def expect_no_capture_between_steps(job):

@@ -4,10 +4,10 @@
         optimizer.step()
     assert [call.name for call in calls] == ["reduce_scatter_tensor", "all_gather_into_tensor"]
 
-A call is recorded when it is made, in order, whether it is asynchronous or coalesced. What torch.distributed calls
-on its own to carry it out is not. Besides torch.distributed's own attributes, every name in a loaded Megatron module
-(or this project's) that is bound to one of these functions is replaced: Megatron keeps aliases such as
-`dist_reduce_scatter_func`. Out of sight are calls of methods of a process group, and functions that were stored
+A call is recorded when it is made, in order, whether it is asynchronous or coalesced, and by whatever thread. What
+torch.distributed calls on its own to carry it out is not. Besides torch.distributed's own attributes, every name in a
+loaded Megatron module (or this project's) that is bound to one of these functions is replaced: Megatron keeps aliases
+such as `dist_reduce_scatter_func`. Out of sight are calls of methods of a process group, and functions that were stored
 before the recording began anywhere but in a module's namespace.
 """
 
@@ -16,6 +16,7 @@ import functools
 import inspect
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,8 @@ class Call:
     """Global rank of the root or the other side, where there is one."""
     coalesced: int | None = None
     """The number, within the recording, of the coalescing manager around the call."""
+    beside: bool = False
+    """Whether a thread other than the program's made it."""
 
     @property
     def numel(self) -> int:
@@ -121,9 +124,18 @@ class _Recorder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.active = True  # a wrapper may outlive the recording in a module that was imported meanwhile
-        self._inside = False
+        self._of_thread = threading.local()
         self._coalesced: int | None = None
         self._managers = itertools.count()
+
+    @property
+    def _inside(self) -> bool:
+        """Whether this thread is inside of a recorded call."""
+        return getattr(self._of_thread, "inside", False)
+
+    @_inside.setter
+    def _inside(self, inside: bool) -> None:
+        self._of_thread.inside = inside
 
     def replacements(self) -> dict[Callable[..., Any], Callable[..., Any]]:
         """The recording stand-in of every function."""
@@ -193,6 +205,7 @@ class _Recorder:
         if function.rooted and peer != dist.get_rank():
             sent, received = received, sent
         dtypes = [tensor.dtype for tensor in (*sent, *received)]
+        beside = threading.current_thread() is not threading.main_thread()
         self.calls.append(
             Call(
                 name=function.name,
@@ -201,7 +214,8 @@ class _Recorder:
                 sent=sum(tensor.nbytes for tensor in sent),
                 received=sum(tensor.nbytes for tensor in received),
                 peer=peer,
-                coalesced=self._coalesced,
+                coalesced=None if beside else self._coalesced,
+                beside=beside,
             )
         )
 

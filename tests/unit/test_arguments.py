@@ -52,6 +52,8 @@ FLAGS = {
     "source": (["gram"], "gram"),
     "backend": (["reference"], "reference"),
     "precision": (["bf16"], "bf16"),
+    "overlap_refresh": ([], False),
+    "stagger": ([], True),
     "load_other_optimizer": ([], True),
     "log_diagnostics_interval": (["50"], 50),
     "log_diagnostics_weights": (["*.linear_fc1", "--dobb-log-diagnostics-interval", "5"], ("*.linear_fc1",)),
@@ -149,14 +151,16 @@ def test_every_setting_has_its_flag_and_every_flag_its_setting(megatrons_parser)
     ours = [action for action in megatrons_parser._actions if any("dobb" in option for option in action.option_strings)]
     dests = {action.dest: action.option_strings for action in ours}
     fields = {field.name for field in dataclasses.fields(DobbConfig)}
-    assert dests == {f"dobb_{name}": [flag(name)] for name in fields}
+    assert {dest: options[0] for dest, options in dests.items()} == {f"dobb_{name}": flag(name) for name in fields}
+    negatable = {dest: options[1:] for dest, options in dests.items() if options[1:]}
+    assert negatable == {"dobb_overlap_refresh": ["--no-dobb-overlap-refresh"]}
     assert fields == FLAGS.keys(), "this file tests every flag"
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_flag_sets_the_setting_of_its_name_and_no_other(validate, name):
     words, value = FLAGS[name]
-    validate([*DOBB, flag(name), *words])
+    validate([*DOBB, "--no-dobb-overlap-refresh" if name == "overlap_refresh" else flag(name), *words])
     implied = {
         "block_width": {"blocks": None},
         "side": {"source": "output-gradient"},
@@ -177,7 +181,7 @@ def test_optimizer_gains_one_choice_and_nothing_else_changes(megatrons_parser):
             option: (action.dest, action.nargs, action.const, action.default, action.choices)
             for action in made._actions
             for option in action.option_strings
-            if not option.startswith("--dobb")
+            if not option.startswith(("--dobb", "--no-dobb"))
         }
 
     stock = options(parser(arguments.add_megatron_arguments.__wrapped__))

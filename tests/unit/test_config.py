@@ -31,6 +31,8 @@ PRINCIPAL_CONFIGURATION = {
     "backend": "auto",
     "precision": "exact",
     "load_other_optimizer": False,
+    "overlap_refresh": True,
+    "stagger": False,
     "log_diagnostics_interval": 0,
     "log_diagnostics_weights": (),
 }
@@ -63,6 +65,8 @@ BAD_VALUES = {
     "backend": (["cuda", *CHOICES], "auto, extension, reference"),
     "precision": (["fp32", *CHOICES], "exact, bf16"),
     "load_other_optimizer": (["yes", 1, None], "True or False"),
+    "overlap_refresh": (["yes", 1, None], "True or False"),
+    "stagger": (["yes", 1, None], "True or False"),
     "log_diagnostics_interval": ([-1, 2.0, "4", True, None], "whole number.*0 for none"),
     "log_diagnostics_weights": ([3, (3,), ("",), None], "pattern"),
 }
@@ -90,6 +94,8 @@ GOOD_VALUES = {
     "backend": ["auto", "extension", "reference"],
     "precision": ["exact", "bf16"],
     "load_other_optimizer": [True, False],
+    "overlap_refresh": [True, False],
+    "stagger": [True, False],
     "log_diagnostics_interval": [0, 1, 100],
     "log_diagnostics_weights": [(), []],
 }

@@ -1,0 +1,243 @@
+"""When the moments of each model chunk set off, and when the optimizer waits for the bases made of them.
+
+With `overlap_refresh`, the refresh of a model chunk starts at the end of its last captured micro-batch's forward
+pass. A thread (on a GPU with a stream of its own) then reduces the moments, refreshes the bases and exchanges them,
+while the program goes on with the backward pass; the call of the optimizer only waits for it. All collectives of a
+rank are made by that one thread, chunk after chunk as their captures end. The ranks of a moment's process group are
+ranks of one pipeline stage, which run the same schedule: they make the same collectives in the same order.
+
+Without it, the same calls are made in the optimizer's call, one chunk after another.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from .. import schedule
+from ..capture import Capture, MomentSum, scale_sums
+from ..config import DTYPES, DobbConfig
+from ..exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
+from ..orthogonalize import products_are_exact
+from ..worker import Task, Worker
+from .diagnostics import Diagnostics, step_number
+from .groups import Ranks
+from .messages import log_refresh, say
+
+WORKER_ATTRIBUTE = "dobb_worker"
+_CALCULATOR = "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"
+
+Found = list[tuple[RefreshGroup, RefreshCounts]]
+Members = dict[tuple[Ranks, int], dict[tuple[int, int], list[HeldWeight]]]
+"""Weights by the ranks of their moments and their phase, and of these by model chunk and negative width."""
+
+
+@dataclass
+class ChunkRefresh:
+    """The refreshes of one model chunk.
+
+    Attributes:
+        capture: where its moments come from.
+        groups: its refresh groups, in the order in which they are refreshed, each with its phase.
+        task: the refresh of the current step, if it has begun.
+    """
+
+    capture: Capture
+    groups: Sequence[tuple[RefreshGroup, int]]
+    task: Task[Found] | None = None
+
+
+@dataclass
+class Refreshes:
+    """The refreshes of an optimizer.
+
+    Attributes:
+        config: the settings.
+        chunks: for each model chunk.
+        diagnostics: what is told of the refreshes.
+        is_expert: whose they are, for the diagnostics.
+        worker: does them beside the program; None if nothing overlaps.
+        gradient_factor: what captured gradients are multiplied with.
+        counts: blocks that refreshes left alone or Householder had to finish, since the start.
+        step: attempted steps before the current one.
+        asked: whether the current step refreshes all weights, whatever the schedule says.
+    """
+
+    config: DobbConfig
+    chunks: Sequence[ChunkRefresh]
+    diagnostics: Diagnostics
+    is_expert: bool
+    worker: Worker | None
+    gradient_factor: float = 1.0
+    counts: RefreshCounts = field(default_factory=RefreshCounts)
+    step: int = 0
+    asked: bool = False
+
+    def __post_init__(self) -> None:
+        # What is captured of gradients is complete only after the backward pass.
+        if self.worker is not None and self.config.source == "activation":
+            for chunk in self.chunks:
+                if chunk.groups:
+                    chunk.capture.on_complete = functools.partial(self._complete, chunk)
+                    chunk.capture.microbatches = microbatches_of_a_step
+
+    def begin(self, step: int, asked: bool) -> None:
+        """Arm the captures of the step after `step` attempted ones.
+
+        Called again for the same step, when Megatron runs its forward and backward passes again, it lets a refresh
+        stand that has begun: it was made of the same activations.
+        """
+        self.step, self.asked = step, asked
+        for chunk in self.chunks:
+            due = self._due(chunk) if chunk.task is None and self.config.captures else []
+            chunk.capture.begin(armed=bool(due), keys={weight.key for group in due for weight in group.weights})
+
+    def is_due(self) -> bool:
+        """Whether the current step refreshes anything on this rank."""
+        return any(self._due(chunk) for chunk in self.chunks)
+
+    def finish(self) -> None:
+        """Have all refreshes of the current step done, for whatever was captured.
+
+        Raises:
+            CaptureError: see `RefreshGroup.refresh`. Other refreshes of the step are done.
+        """
+        for chunk in self.chunks:
+            if chunk.task is None and self._due(chunk):
+                self._start(chunk)
+        found: Found = []
+        error: BaseException | None = None
+        for chunk in self.chunks:
+            if chunk.task is not None:
+                try:
+                    found += chunk.task.result()
+                except Exception as raised:
+                    error = error or raised
+                chunk.task = None
+        if error is not None:
+            raise error
+        self._report(found, self.step + 1)
+
+    def settle(self) -> None:
+        """Wait for refreshes that have begun, and forget them: what is saved or loaded now is all there is."""
+        for chunk in self.chunks:
+            if chunk.task is not None:
+                chunk.task.future.exception()
+                chunk.task = None
+
+    def of_gradients(self, sums: dict[str, MomentSum], step: int) -> None:
+        """Refresh everything from the given sums at once."""
+        number = step_number(step)
+        self._report([pair for chunk in self.chunks for pair in self._refresh(self._due(chunk), sums, number)], step)
+
+    def _due(self, chunk: ChunkRefresh) -> list[RefreshGroup]:
+        if self.config.source == "none":
+            return []
+        interval = self.config.refresh_interval
+        return [g for g, phase in chunk.groups if self.asked or schedule.is_due(self.step, phase, interval)]
+
+    def _complete(self, chunk: ChunkRefresh) -> None:
+        """Start now what is captured, unless the refresh would have to switch the precision of the backward pass."""
+        if products_are_exact():
+            self._start(chunk)
+        else:
+            _say_once(
+                "dobb: refreshes do not overlap with the backward pass: they need fp32 products, and this process "
+                "allows TF32 or bf16 in their place (torch.set_float32_matmul_precision('highest') overlaps them)"
+            )
+
+    def _start(self, chunk: ChunkRefresh) -> None:
+        due, sums = self._due(chunk), chunk.capture.take()
+        if self.gradient_factor != 1.0:
+            scale_sums(sums.values(), self.gradient_factor)
+        call = functools.partial(self._refresh, due, sums, step_number(self.step + 1))
+        if self.worker is not None:
+            chunk.task = self.worker.submit(call, [sum.total for sum in sums.values() if sum.total is not None])
+        else:
+            chunk.task = Task(call)
+            chunk.task.run()
+
+    @torch.no_grad()
+    def _refresh(self, groups: Sequence[RefreshGroup], sums: dict[str, MomentSum], step: int) -> Found:
+        found = []
+        for group in groups:
+            with (
+                torch.profiler.record_function("dobb::refresh"),
+                self.diagnostics.refresh(group, step, self.is_expert),
+            ):
+                counts = group.refresh(
+                    sums,
+                    beta=self.config.moment_beta,
+                    method=self.config.qr,
+                    iterations=self.config.iterations,
+                    backend=self.config.backend,
+                )
+            found.append((group, counts))
+        return found
+
+    def _report(self, found: Found, step: int) -> None:
+        to_report = RefreshCounts()
+        for group, counts in found:
+            self.counts.add(counts)
+            if group.rank == 0:  # it speaks for the group, of which the job's first rank need not be a member
+                to_report.add(counts)
+        self.diagnostics.counts.add(to_report)
+        log_refresh(step, to_report, self.counts)
+
+
+def make_groups(
+    members: Members,
+    chunks: int,
+    process_groups: Mapping[Ranks, dist.ProcessGroup | None],
+    config: DobbConfig,
+    device: torch.device,
+) -> list[list[tuple[RefreshGroup, int]]]:
+    """The refresh groups of each model chunk with their phases, in the order in which they are refreshed.
+
+    Collective over every process group of moments. What is refreshed on one step is shared out at once, so that each
+    step's work is balanced.
+
+    Args:
+        members: the weights of each group.
+        chunks: number of model chunks.
+        process_groups: of the ranks in `members`.
+        config: the settings.
+        device: where moments and bases live.
+    """
+    made: list[list[tuple[RefreshGroup, int]]] = [[] for _ in range(chunks)]
+    for (ranks, phase), weights in sorted(members.items()):
+        for (chunk, width), ownership in share_out(weights, process_groups[ranks]).items():
+            group = RefreshGroup(
+                weights[chunk, width],
+                process_groups[ranks],
+                ownership,
+                moment_dtype=DTYPES[config.moment_dtype],
+                basis_dtype=DTYPES[config.basis_dtype],
+                device=device,
+            )
+            made[chunk].append((group, phase))
+    return made
+
+
+def worker_of(model_chunk: object, device: torch.device) -> Worker:
+    """The one worker of a rank, whose dense weights and experts may be in two optimizers."""
+    worker: Worker | None = getattr(model_chunk, WORKER_ATTRIBUTE, None)
+    if worker is None:
+        worker = Worker(device)
+        setattr(model_chunk, WORKER_ATTRIBUTE, worker)
+    return worker
+
+
+def microbatches_of_a_step() -> int | None:
+    """How many micro-batches Megatron gives each rank in the current step; None outside of its training."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    made = getattr(calculator, _CALCULATOR, None)
+    return int(made.get()) if made is not None else None
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    say(text)

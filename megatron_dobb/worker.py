@@ -1,0 +1,91 @@
+"""Work beside the program: on a thread of its own and, on a GPU, on a stream of its own."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Task[T]:
+    """Something that a `Worker` was given to do."""
+
+    def __init__(self, call: Callable[[], T], began: Any = None) -> None:
+        self.call: Callable[[], T] | None = call
+        self.began, self.ended = began, None
+        self.future: Future[T] = Future()
+
+    @torch.no_grad()
+    def run(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Do it, here and now; what it raises is kept for `result`."""
+        call, self.call = self.call, None
+        assert call is not None
+        try:
+            if stream is not None:
+                stream.wait_event(self.began)
+            found = call()
+            if stream is not None:
+                self.ended = stream.record_event()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(found)
+
+    def result(self) -> T:
+        """Wait until it is done. On a GPU, what the caller's stream is given from now on waits for it too.
+
+        Raises:
+            BaseException: what the call raised.
+        """
+        found = self.future.result()
+        if self.ended is not None:
+            torch.cuda.current_stream().wait_event(self.ended)
+        return found
+
+
+class Worker:
+    """Does calls one after another, in the order in which they were given, while the program goes on.
+
+    The thread is a daemon: a program that ends by an error does not wait for it.
+
+    Args:
+        device: where the calls compute. On a CUDA device they have a stream of their own, on which each waits for
+            what the program's stream had been given before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self._tasks, self.stream), name="dobb-refresh", daemon=True)
+        thread.start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def submit[T](self, call: Callable[[], T], reads: Iterable[Tensor] = ()) -> Task[T]:
+        """Have something done.
+
+        Args:
+            call: what to do.
+            reads: the tensors that it reads and that nobody else keeps until it has.
+        """
+        began = None
+        if self.stream is not None:
+            began = torch.cuda.current_stream(self.device).record_event()
+            for tensor in reads:
+                tensor.record_stream(self.stream)
+        task = Task(call, began)
+        self._tasks.put(task)
+        return task
+
+
+def _work(tasks: "queue.SimpleQueue[Task[Any] | None]", stream: torch.cuda.Stream | None) -> None:
+    if stream is not None:
+        torch.cuda.set_device(stream.device)  # each thread has a current device of its own
+        torch.cuda.set_stream(stream)
+    while (task := tasks.get()) is not None:
+        task.run(stream)
+        del task  # with the results, before the next one comes

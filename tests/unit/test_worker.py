@@ -1,0 +1,80 @@
+"""Work beside the program: its order, what it raises, and that nothing of it stays."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from megatron_dobb.worker import Task, Worker
+
+CPU = torch.device("cpu")
+
+
+def test_calls_run_one_after_another_in_their_order_on_one_other_thread():
+    worker, seen = Worker(CPU), []
+
+    def note(number):
+        time.sleep(0.02 if number % 2 == 0 else 0)
+        seen.append((number, threading.current_thread()))
+        return number
+
+    tasks = [worker.submit(lambda number=number: note(number)) for number in range(6)]
+    assert [task.result() for task in reversed(tasks)] == list(reversed(range(6)))
+    assert [number for number, _ in seen] == list(range(6))
+    threads = {thread for _, thread in seen}
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+
+
+def test_the_program_goes_on_until_it_asks_for_the_result():
+    worker, release = Worker(CPU), threading.Event()
+    task = worker.submit(release.wait)
+    assert not task.future.done()
+    release.set()
+    assert task.result() is True
+
+
+def test_an_error_reaches_who_asks_and_the_next_call_runs():
+    worker = Worker(CPU)
+    failing = worker.submit(lambda: 1 // 0)
+    assert worker.submit(lambda: 7).result() == 7
+    with pytest.raises(ZeroDivisionError):
+        failing.result()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_no_gradient_is_recorded(beside):
+    x = torch.ones(2, requires_grad=True)
+    if beside:
+        found = Worker(CPU).submit(lambda: x * 2).result()
+    else:
+        task = Task(lambda: x * 2)
+        task.run()
+        found = task.result()
+    assert not found.requires_grad
+
+
+def test_what_a_call_held_is_released_with_its_task():
+    worker = Worker(CPU)
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    task = worker.submit(lambda tensor=tensor: float(tensor.sum()))
+    del tensor
+    assert task.result() == 3
+    worker.submit(int).result()  # the thread has let go of the first by now
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_thread_ends_with_its_worker():
+    before = set(threading.enumerate())
+    worker = Worker(CPU)
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon, "a program that ends by an error would wait for it"
+    del worker
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
