@@ -6,7 +6,7 @@ refresh makes the same three collectives on every rank of the group, whatever to
 1. a reduce-scatter of one flat fp32 buffer: a triangle of every block, then one token count per weight, in equal
    chunks;
 2. an all-to-all that brings whole blocks from the chunks to their owners;
-3. an all-to-all in which owners send refreshed bases to the other holders. In front of every message go the counts
+3. an all-to-all in which owners send refreshed bases to the (other) holders. In front of every message go the counts
    of kept and of fallback blocks, and the number of a weight that wrongly saw no token, so that all ranks know.
 
 All splits are fixed at construction. A group of one rank communicates nothing.
@@ -15,6 +15,7 @@ All splits are fixed at construction. A group of one rank communicates nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -109,7 +110,13 @@ def share_out[Key: Any](
 
 
 class RefreshGroup:
-    """Moments at their owners and bases at their holders, for weights of one width and one process group.
+    """Moments at their owners and bases at owners and holders, for weights of one width and one process group.
+
+    Attributes:
+        held: the blocks of which this rank holds a row, ascending: the first of `kept`.
+        owned: the blocks whose moments are here, ascending; `moment [owned, b, b]` follows them.
+        kept: `held`, then what is owned without being held, ascending; `basis [kept, b, b]` follows them.
+        owned_positions: where each of `owned` is among `kept`.
 
     Args:
         weights: the managed weights; the same keys and block counts on every rank of the group.
@@ -138,15 +145,26 @@ class RefreshGroup:
         self.ownership = ownership
         self.held = self.ownership.held_by(self.rank)
         self.owned = self.ownership.owned_by(self.rank)
+        self.kept = self.ownership.kept_by(self.rank)
 
         def positions(blocks: Sequence[Block]) -> Tensor:
             return torch.tensor([position[b] for b in blocks], dtype=torch.long, device=device)
 
-        position = {block: i for i, block in enumerate(self.held)}
+        position = {block: i for i, block in enumerate(self.kept)}
         self.owned_positions = positions(self.owned)
-        self.basis_sends = [positions(blocks) for blocks in self.ownership.basis_sends(self.rank)]
-        self.basis_receives = [positions(blocks) for blocks in self.ownership.basis_receives(self.rank)]
-        self.basis = torch.eye(self.width, dtype=basis_dtype, device=device).repeat(len(self.held), 1, 1)
+        sends, receives = self.ownership.basis_sends(self.rank), self.ownership.basis_receives(self.rank)
+        # Most of the ranks get no basis from this one, only counts.
+        self.basis_sends = {rank: positions(blocks) for rank, blocks in enumerate(sends) if blocks}
+        self.basis_receives = {rank: positions(blocks) for rank, blocks in enumerate(receives) if blocks}
+        block_bytes = self.width**2 * basis_dtype.itemsize
+        self.basis_send_sizes = [COUNTS_BYTES + len(blocks) * block_bytes for blocks in sends]
+        self.basis_receive_sizes = [COUNTS_BYTES + len(blocks) * block_bytes for blocks in receives]
+        self.send_starts = list(accumulate(self.basis_send_sizes, initial=0))
+        self.receive_starts = list(accumulate(self.basis_receive_sizes, initial=0))
+        counts = torch.arange(COUNTS_BYTES, device=device)
+        self.sent_counts = torch.tensor(self.send_starts[:-1], device=device)[:, None] + counts
+        self.received_counts = torch.tensor(self.receive_starts[:-1], device=device)[:, None] + counts
+        self.basis = torch.eye(self.width, dtype=basis_dtype, device=device).repeat(len(self.kept), 1, 1)
         self.moment = torch.zeros(len(self.owned), self.width, self.width, dtype=moment_dtype, device=device)
         self._plan_moments()
 
@@ -180,7 +198,7 @@ class RefreshGroup:
             CaptureError: on every rank, if none captured a token for a weight that should have seen some.
         """
         flat = self._pack(sums)
-        received = self._bring_to_owners(flat)
+        received = self.bring_to_owners(flat)
         blocks = received[: len(self.owned) * self.triangle].view(-1, self.triangle)
         total = unpack_triangle(blocks, self.width)
         tokens = received[len(self.owned) * self.triangle :][self.token_index]
@@ -193,7 +211,8 @@ class RefreshGroup:
             orthogonalize=partial(refresh_basis, backend=backend),
         )
         self.basis[self.owned_positions] = basis
-        everyone = self._send_to_holders(torch.stack([skipped, fallbacks, self._unseen(tokens)]).to(torch.int32))
+        counts = torch.stack([skipped, fallbacks, self._unseen(tokens)]).to(torch.int32)
+        everyone = self.send_to_holders(counts).tolist()
         self._check_seen({number for _, _, number in everyone if number})
         return RefreshCounts(sum(row[0] for row in everyone), sum(row[1] for row in everyone))
 
@@ -235,8 +254,12 @@ class RefreshGroup:
             start = end
         return flat
 
-    def _bring_to_owners(self, flat: Tensor) -> Tensor:
-        """Every owned triangle, then the token count of every weight that has one, from the flat buffers' sum."""
+    def bring_to_owners(self, flat: Tensor) -> Tensor:
+        """Sum the flat buffers of all ranks; collective.
+
+        Returns:
+            Every triangle that this rank owns, then the token count of every weight that has one.
+        """
         if self.ranks == 1:
             return flat
         mine = flat.new_empty(self.flow.chunk)
@@ -260,25 +283,23 @@ class RefreshGroup:
                 "called in training mode through its own forward, with its hooks, or be excluded with --dobb-exclude"
             )
 
-    def _send_to_holders(self, counts: Tensor) -> list[list[int]]:
-        """Send refreshed bases to their holders, and `counts` of every rank to all others; returns all counts."""
+    def send_to_holders(self, counts: Tensor) -> Tensor:
+        """Send refreshed bases to their holders, and `counts [3]` in int32 to all ranks; collective.
+
+        Returns:
+            The counts of all ranks, `[ranks, 3]`.
+        """
         if self.ranks == 1:
-            return [counts.tolist()]
-        head = counts.view(torch.uint8)
-        messages = []
-        for positions in self.basis_sends:
-            messages += [head, self.basis[positions].flatten().view(torch.uint8)]
-        outgoing = torch.cat(messages)
-        block_bytes = self.width * self.width * self.basis.element_size()
-        send_sizes = [COUNTS_BYTES + p.numel() * block_bytes for p in self.basis_sends]
-        receive_sizes = [COUNTS_BYTES + p.numel() * block_bytes for p in self.basis_receives]
-        received = outgoing.new_empty(sum(receive_sizes))
-        dist.all_to_all_single(received, outgoing, receive_sizes, send_sizes, group=self.group)
-        heads = []
-        for positions, message in zip(self.basis_receives, received.split(receive_sizes), strict=True):
+            return counts[None]
+        outgoing = counts.new_empty(self.send_starts[-1], dtype=torch.uint8)
+        outgoing[self.sent_counts] = counts.view(torch.uint8)
+        for rank, positions in self.basis_sends.items():
+            blocks = outgoing[self.send_starts[rank] + COUNTS_BYTES : self.send_starts[rank + 1]]
+            blocks.copy_(self.basis[positions].flatten().view(torch.uint8))
+        received = outgoing.new_empty(self.receive_starts[-1])
+        dist.all_to_all_single(received, outgoing, self.basis_receive_sizes, self.basis_send_sizes, group=self.group)
+        for rank, positions in self.basis_receives.items():
+            blocks = received[self.receive_starts[rank] + COUNTS_BYTES : self.receive_starts[rank + 1]]
             # A clone starts at an aligned address, which a view of another dtype needs.
-            heads.append(message[:COUNTS_BYTES].clone().view(torch.int32))
-            if positions.numel():
-                blocks = message[COUNTS_BYTES:].clone().view(self.basis.dtype)
-                self.basis[positions] = blocks.view(-1, self.width, self.width)
-        return torch.stack(heads).tolist()
+            self.basis[positions] = blocks.clone().view(self.basis.dtype).view(-1, self.width, self.width)
+        return received[self.received_counts].view(torch.int32)

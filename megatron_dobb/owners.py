@@ -1,8 +1,9 @@
 """Which rank keeps the moment of each block, and what the ranks of a group then send to each other.
 
-A rank needs the bases of the blocks that its shards touch, and no others. Among the ranks that hold a block,
-one is its owner: it keeps the moment and refreshes the basis. All of this is arithmetic on what each rank
-holds, so every rank of a group finds the same answer without a message, in time proportional to what is held.
+A rank needs the bases of the blocks that its shards touch, and of those that it owns. Among the ranks that hold a
+block, one is its owner: it keeps the moment and refreshes the basis. Only where that leaves a rank with much more
+work than others is a block owned by a rank that does not hold it, see `share`. All of this is arithmetic on what
+each rank holds, so every rank of a group finds the same answer without a message, in time proportional to that.
 
 Nothing here imports torch: plans and tests of thousands of ranks run it as it is.
 """
@@ -13,25 +14,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from .balance import Block, best_possible, share, work
 from .errors import LayoutError
-
-Block = tuple[str, int]
-"""A block: its weight's key and its number within that weight."""
 
 Holdings = Sequence[Mapping[str, Collection[int]]]
 """For every rank of a group, the blocks of each weight of which it holds at least one row."""
 
 
-def work(width: int) -> int:
-    """Relative cost of refreshing one block: products and orthogonalisation of `b x b` matrices, O(b^3)."""
-    return width**3
-
-
 def assign(holdings: Holdings, widths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """The owner of every block, shared out by work among the ranks that hold it.
+    """The owner of every block, shared out by work as `share` says.
 
-    Widest blocks go first, each to its least loaded holder, on a tie to the lowest rank. Only the contents of
-    the arguments matter, not the order of their keys.
+    Only the contents of the arguments matter, not the order of their keys.
 
     Args:
         holdings: blocks held by every rank.
@@ -43,20 +36,14 @@ def assign(holdings: Holdings, widths: Mapping[str, int]) -> dict[str, tuple[int
     Raises:
         LayoutError: if a block is held by no rank though a later one of its weight is.
     """
-    holders = _holders(holdings)
-    load = [0] * len(holdings)
-    owner_of: dict[Block, int] = {}
-    for key, block in sorted(holders, key=lambda b: (-widths[b[0]], b)):
-        owner = min(holders[key, block], key=lambda rank: (load[rank], rank))
-        owner_of[key, block] = owner
-        load[owner] += work(widths[key])
-    owners: dict[str, tuple[int, ...]] = {}
+    owner_of = share(_holders(holdings), widths, len(holdings))
+    owners: dict[str, list[int]] = {}
     for key, block in sorted(owner_of):
-        known = owners.setdefault(key, ())
+        known = owners.setdefault(key, [])
         if block != len(known):
             raise LayoutError(f"{key}: no rank holds a row of block {len(known)}, but one holds block {block}")
-        owners[key] = (*known, owner_of[key, block])
-    return owners
+        known.append(owner_of[key, block])
+    return {key: tuple(ranks) for key, ranks in owners.items()}
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,22 @@ class Ownership:
 
     def owned_by(self, rank: int) -> tuple[Block, ...]:
         """The blocks whose moment `rank` keeps and whose basis it refreshes."""
-        return tuple(block for block in self.held_by(rank) if self.owner(block) == rank)
+        return tuple(self._owned[rank])
+
+    def kept_by(self, rank: int) -> tuple[Block, ...]:
+        """The blocks whose basis `rank` keeps: all that it holds, then those that it owns without holding them."""
+        held = self.held_by(rank)
+        inside = frozenset(held)
+        return (*held, *(block for block in self._owned[rank] if block not in inside))
+
+    def moved(self) -> tuple[Block, ...]:
+        """The blocks whose owner does not hold them."""
+        return tuple(
+            (key, number)
+            for key, ranks in sorted(self.owners.items())
+            for number, rank in enumerate(ranks)
+            if number not in self.holdings[rank].get(key, ())
+        )
 
     def owner(self, block: Block) -> int:
         """The rank that owns a block."""
@@ -135,11 +137,24 @@ class Ownership:
     def _holders(self) -> dict[Block, list[int]]:
         return _holders(self.holdings)
 
+    @cached_property
+    def _owned(self) -> list[list[Block]]:
+        owned: list[list[Block]] = [[] for _ in self.holdings]
+        for key, ranks in sorted(self.owners.items()):
+            for number, rank in enumerate(ranks):
+                owned[rank].append((key, number))
+        return owned
 
-def imbalance(loads: Sequence[int]) -> float:
-    """The largest load over the mean load; 1 is perfect."""
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0
+
+def imbalance(parts: Sequence[Ownership]) -> float:
+    """Refresh work of the busiest rank over the best possible; 1 is perfect.
+
+    Args:
+        parts: all that one group of ranks shares out.
+    """
+    works = [work(part.widths[key]) for part in parts for key, ranks in part.owners.items() for _ in ranks]
+    loads = [sum(of_rank) for of_rank in zip(*(part.work() for part in parts), strict=True)]
+    return float(max(loads) / best_possible(works, len(loads))) if works else 1.0
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ on the layout. Everything else that a reader has to know is in `Saved`, plain nu
 metadata, which is read before anything is asked of the checkpoint.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -163,14 +163,12 @@ class StateOfBlocks:
         """Every block's moment and basis, from its owner."""
         state: dict[str, dict[str, ShardedTensor]] = {MOMENT: {}, BASIS: {}}
         for group in self.groups:
-            held = {block: place for place, block in enumerate(group.held)}
-            for run in runs(group.owned):
-                moment = group.moment[run.place : run.place + run.count]
-                place = held[run.name, run.first]
-                basis = group.basis[place : place + run.count]
-                for kind, blocks in ((MOMENT, moment), (BASIS, basis)):
+            owned = frozenset(group.owned)
+            for kind, blocks, tensor in ((MOMENT, group.owned, group.moment), (BASIS, group.kept, group.basis)):
+                for run in runs(blocks, only=owned):
+                    part = tensor[run.place : run.place + run.count]
                     first = self.weights[run.name].first_block + run.first
-                    state[kind][_entry(run)] = self._sharded(kind, run, group.width, blocks, first, 0)
+                    state[kind][_entry(run)] = self._sharded(kind, run, group.width, part, first, 0)
         return state
 
     def to_load(self, saved: Saved) -> dict[str, dict[str, ShardedTensor]]:
@@ -218,7 +216,7 @@ class StateOfBlocks:
     def _wanted(self, saved: Saved) -> Iterator[tuple[RefreshGroup, str, Run, int]]:
         """What to read, and the width that it was saved in."""
         for group in self.groups:
-            for kind, blocks in ((MOMENT, group.owned), (BASIS, group.held)):
+            for kind, blocks in ((MOMENT, group.owned), (BASIS, group.kept)):
                 for run in runs(blocks):
                     saved_width = self._readable_width(group, run.name, saved)
                     # The bases of wider blocks say nothing of parts of them: they start anew from their moments.
@@ -251,14 +249,24 @@ class StateOfBlocks:
         )
 
 
-def runs(blocks: Sequence[Block]) -> Iterator[Run]:
-    """Group blocks, ascending, into runs of consecutive ones of a weight."""
-    start = 0
-    for place in range(1, len(blocks) + 1):
-        name, number = blocks[place - 1]
-        if place == len(blocks) or blocks[place] != (name, number + 1):
-            yield Run(name, start, blocks[start][1], place - start)
-            start = place
+def runs(blocks: Sequence[Block], only: Container[Block] | None = None) -> Iterator[Run]:
+    """Group the blocks of a rank's tensor into runs of consecutive ones of a weight.
+
+    Args:
+        blocks: in the tensor's order.
+        only: leave all others out.
+    """
+    run: Run | None = None
+    for place, block in enumerate(blocks):
+        wanted = only is None or block in only
+        if run and wanted and block == (run.name, run.first + run.count):
+            run = replace(run, count=run.count + 1)
+            continue
+        if run:
+            yield run
+        run = Run(block[0], place, block[1], 1) if wanted else None
+    if run:
+        yield run
 
 
 def _entry(run: Run) -> str:

@@ -1,8 +1,10 @@
 """What a run says at its start."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from ..exchange import RefreshGroup
+from ..owners import imbalance
 from .manage import ChunkPlan, ManagedWeight
 from .messages import say
 from .optimizer import DobbDistributedOptimizer
@@ -63,7 +65,7 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
     reduced = sum(4 * g.flow.chunk * g.ranks for g in groups if g.ranks > 1)
     to_owners = sum(4 * sum(g.moment_send_sizes) for g in groups if g.ranks > 1)
     to_holders = sum(
-        p.numel() * g.width**2 * g.basis.element_size() for g in groups for p in g.basis_sends if g.ranks > 1
+        p.numel() * g.width**2 * g.basis.element_size() for g in groups for p in g.basis_sends.values() if g.ranks > 1
     )
     norms = optimizer.column_norms.bytes_reduced() if settings.norm == "l2" else 0
     others = f"{norms / MIB:.2f} MiB of column norms on every step" if norms else "nothing on other steps"
@@ -74,7 +76,27 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
         f"bases {bases / MIB:.1f} MiB; captured sums of a refresh step {transient / MIB:.1f} MiB at most",
         f"dobb: sent by this rank on a refresh step: {reduced / MIB:.2f} MiB reduce-scattered, "
         f"{to_owners / MIB:.2f} MiB to owners, {to_holders / MIB:.2f} MiB of bases; {others}",
+        *_balance_lines(groups),
     ]
+
+
+def _balance_lines(groups: Sequence[RefreshGroup]) -> Iterator[str]:
+    """How evenly each set of ranks that share moments shares the refresh out."""
+    for ranks in dict.fromkeys(group.group for group in groups if group.ranks > 1):
+        parts = [group.ownership for group in groups if group.group is ranks]
+        moved = [(part, part.moved()) for part in parts]
+        count, elements = sum(len(blocks) for _, blocks in moved), sum(part.elements(blocks) for part, blocks in moved)
+        element_bytes = max(group.basis.element_size() for group in groups)
+        where = "all blocks with ranks that hold them"
+        if count:
+            where = (
+                f"{count} blocks moved to ranks that hold none of their rows, which costs all ranks together "
+                f"{elements * element_bytes / MIB:.2f} MiB more of bases"
+            )
+        yield (
+            f"dobb: refresh over {len(parts[0].holdings)} ranks: the busiest has {imbalance(parts):.2f} times the "
+            f"work of the best sharing-out; {where}"
+        )
 
 
 def _captured_blocks(optimizer: DobbDistributedOptimizer) -> list[tuple[int, int]]:

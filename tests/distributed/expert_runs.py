@@ -132,7 +132,7 @@ class ExpertRun:
             (name, self.first_block(name, group) + block): group.basis[place].clone()
             for optimizer in self.dobb
             for group in optimizer.refresh_groups
-            for place, (name, block) in enumerate(group.held)
+            for place, (name, block) in enumerate(group.kept)
         }
 
     def gradients(self) -> dict[str, list[tuple[int, int, int, Tensor]]]:

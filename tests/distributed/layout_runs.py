@@ -225,7 +225,7 @@ class Run:
             first = {w.key: self.first_block(w.key, w.blocks) for w in group.weights}
             for place, (name, block) in enumerate(group.owned if moments else ()):
                 group.moment[place] = moments[name][first[name] + block]
-            for place, (name, block) in enumerate(group.held if bases else ()):
+            for place, (name, block) in enumerate(group.kept if bases else ()):
                 group.basis[place] = bases[name][first[name] + block]
 
     def begin_at(self, step: int) -> None:
@@ -266,7 +266,7 @@ class Run:
             first = {w.key: self.first_block(w.key, w.blocks) for w in group.weights}
             for (name, block), moment in zip(group.owned, group.moment, strict=True):
                 moments[name, first[name] + block] = moment.clone()
-            for (name, block), basis in zip(group.held, group.basis, strict=True):
+            for (name, block), basis in zip(group.kept, group.basis, strict=True):
                 bases[name, first[name] + block] = basis.clone()
         return Snapshot(
             parameters=whole_parameters(self.weights),

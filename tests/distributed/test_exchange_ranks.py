@@ -82,7 +82,7 @@ def run_problems(problems, basis_dtype=torch.float32, steps=3):
         group = problem.group(rank, basis_dtype)
         counts = [group.refresh(problem.sums([rank], step), **HOW) for step in range(steps)]
         moments = dict(zip(group.owned, group.moment, strict=True))
-        bases = dict(zip(group.held, group.basis, strict=True))
+        bases = dict(zip(group.kept, group.basis, strict=True))
         found.append((moments, bases, counts))
     return found
 
@@ -90,7 +90,7 @@ def run_problems(problems, basis_dtype=torch.float32, steps=3):
 def run_alone(problem, ranks, basis_dtype=torch.float32, steps=3):
     group = problem.group(None, basis_dtype)
     counts = [group.refresh(problem.sums(range(ranks), step), **HOW) for step in range(steps)]
-    return dict(zip(group.owned, group.moment, strict=True)), dict(zip(group.held, group.basis, strict=True)), counts
+    return dict(zip(group.owned, group.moment, strict=True)), dict(zip(group.kept, group.basis, strict=True)), counts
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -143,7 +143,7 @@ def test_a_non_finite_sum_of_one_rank_leaves_the_block_alone_everywhere_and_all_
         if rank == 1:
             sums["a"].total[1, 0, 0] = value
         counts = group.refresh(sums, **HOW)
-        kept_bases = [b for i, b in enumerate(group.held) if torch.equal(before[0][i], group.basis[i])]
+        kept_bases = [b for i, b in enumerate(group.kept) if torch.equal(before[0][i], group.basis[i])]
         kept_moments = [b for i, b in enumerate(group.owned) if torch.equal(before[1][i], group.moment[i])]
         return counts, kept_bases, kept_moments
 

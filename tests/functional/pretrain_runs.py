@@ -102,7 +102,7 @@ class Job:
             "masters": {s.name: s.weight.clone() for s in segments},
             "momentum": {s.name: s.momentum.clone() for s in segments},
             "moments": {block: m.clone() for g in groups for block, m in zip(g.owned, g.moment, strict=True)},
-            "bases": {block: b.clone() for g in groups for block, b in zip(g.held, g.basis, strict=True)},
+            "bases": {block: b.clone() for g in groups for block, b in zip(g.kept, g.basis, strict=True)},
         }
 
 
