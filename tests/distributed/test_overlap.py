@@ -92,8 +92,8 @@ def delayed(run):
         return functools.partial(delay, random.Random(seeds.random()), call)
 
     for group in run.groups:
-        group.refresh, group._bring_to_owners = slowed(group.refresh), slowed(group._bring_to_owners)
-        group._send_to_holders = slowed(group._send_to_holders)
+        group.refresh, group.bring_to_owners = slowed(group.refresh), slowed(group.bring_to_owners)
+        group.send_to_holders = slowed(group.send_to_holders)
     for optimizer in run.dobbs:
         for capture in optimizer.captures:
             capture.on_complete, capture._add = slowed(capture.on_complete), slowed(capture._add)
