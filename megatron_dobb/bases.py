@@ -1,20 +1,21 @@
 """The moments and bases of a model whose weights are whole on every rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import schedule
 from .capture import MomentSum
 from .config import DTYPES, DobbConfig
 from .exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from .linear import LinearWeight
-from .owners import Block
+from .owners import Block, Ownership, work
 
 
 class ModelBases:
-    """Moments and bases of all weights: one `RefreshGroup` for each block width and device.
+    """Moments and bases of all weights: one `RefreshGroup` for each block width and device, and phase of a stagger.
 
     Every rank keeps a copy of all moments, so that each can save them by itself; owners send theirs after a refresh.
     """
@@ -22,29 +23,49 @@ class ModelBases:
     def __init__(self, weights: Sequence[LinearWeight], config: DobbConfig, group: dist.ProcessGroup | None) -> None:
         self.config = config
         self.device = weights[0].parameter.device
-        members: dict[tuple[int, str], list[HeldWeight]] = {}
+        work_of = {weight.name: weight.blocks * work(weight.width) for weight in weights}
+        self.phase_of = schedule.phases(work_of, config.refresh_interval if config.stagger else 1)
+        members: dict[int, dict[tuple[int, str], list[HeldWeight]]] = {}
         for weight in weights:
             held = HeldWeight(weight.name, weight.blocks, weight.width, tuple(range(weight.blocks)), may_be_idle=True)
-            members.setdefault((-weight.width, str(weight.parameter.device)), []).append(held)
+            of_phase = members.setdefault(self.phase_of[weight.name], {})
+            of_phase.setdefault((-weight.width, str(weight.parameter.device)), []).append(held)
         self.groups: list[RefreshGroup] = []
         self.moments: list[Tensor] = []
         self.place: dict[str, tuple[int, slice]] = {}
-        for key, ownership in share_out(members, group).items():
-            held_weights = members[key]
-            refresh_group = RefreshGroup(
-                held_weights,
-                group,
-                ownership,
-                moment_dtype=DTYPES[config.moment_dtype],
-                basis_dtype=DTYPES[config.basis_dtype],
-                device=torch.device(key[1]),
-            )
-            keys = [key for key, _ in refresh_group.held]
-            for held in held_weights:
-                first = keys.index(held.key)
-                self.place[held.key] = (len(self.groups), slice(first, first + held.blocks))
-            self.groups.append(refresh_group)
-            self.moments.append(_space_for_all(refresh_group))
+        for _, of_phase in sorted(members.items()):
+            for key, ownership in share_out(of_phase, group).items():
+                self._add(of_phase[key], group, ownership, torch.device(key[1]))
+
+    def _add(
+        self,
+        weights: Sequence[HeldWeight],
+        group: dist.ProcessGroup | None,
+        ownership: Ownership,
+        device: torch.device,
+    ) -> None:
+        refresh_group = RefreshGroup(
+            weights,
+            group,
+            ownership,
+            moment_dtype=DTYPES[self.config.moment_dtype],
+            basis_dtype=DTYPES[self.config.basis_dtype],
+            device=device,
+            transport_dtype=DTYPES[self.config.moment_transport],
+        )
+        keys = [key for key, _ in refresh_group.held]
+        for held in weights:
+            first = keys.index(held.key)
+            self.place[held.key] = (len(self.groups), slice(first, first + held.blocks))
+        self.groups.append(refresh_group)
+        self.moments.append(_space_for_all(refresh_group))
+
+    def due(self, step: int) -> set[str]:
+        """The weights whose bases the step after `step` attempted ones refreshes."""
+        if self.config.source == "none":
+            return set()
+        interval = self.config.refresh_interval
+        return {name for name, phase in self.phase_of.items() if schedule.is_due(step, phase, interval)}
 
     def basis_of(self, name: str) -> Tensor:
         """The bases of a weight, `[B, b, b]`: a view."""
@@ -61,14 +82,16 @@ class ModelBases:
         for group, moments in zip(self.groups, self.moments, strict=True):
             yield group.held, moments, group.basis
 
-    def copies(self) -> list[tuple[Sequence[Block], Tensor]]:
-        """All blocks of each group and copies of their bases."""
-        return [(blocks, bases.clone()) for blocks, _, bases in self.blocks()]
+    def copies(self, weights: Collection[str]) -> list[tuple[Sequence[Block], Tensor]]:
+        """All blocks of the groups of some weights and copies of their bases."""
+        return [(blocks, bases.clone()) for blocks, _, bases in self.blocks() if blocks[0][0] in weights]
 
     def refresh(self, sums: Mapping[str, MomentSum]) -> RefreshCounts:
-        """See `RefreshGroup.refresh`."""
+        """See `RefreshGroup.refresh`, for the groups of whose weights there are sums."""
         counts = RefreshCounts()
         for group, moments in zip(self.groups, self.moments, strict=True):
+            if group.weights[0].key not in sums:
+                continue
             found = group.refresh(
                 sums,
                 beta=self.config.moment_beta,
@@ -76,8 +99,7 @@ class ModelBases:
                 iterations=self.config.iterations,
                 backend=self.config.backend,
             )
-            counts.skipped += found.skipped
-            counts.fallbacks += found.fallbacks
+            counts.add(found)
             if group.ranks > 1:
                 _collect_moments(group, moments)
         return counts

@@ -65,6 +65,8 @@ class DobbConfig:
         update_scale: `tau`, the update's RMS for a weight with `m >= n`.
         moment_dtype: storage of the moments, `fp32` or `bf16`.
         basis_dtype: storage of the bases, `fp32` or `bf16`.
+        moment_transport: in what captured sums travel between ranks, `fp32`, or `bf16` for half the bytes; they are
+            added up in fp32 either way.
         norm: what the coefficients become: `sign` takes their signs, `l2` gives each of their columns unit norm
             (Dobb-l2; rows, on the output side).
         side: the axis of a weight that its blocks divide: `input`, or `output` (Dobb-G).
@@ -102,6 +104,7 @@ class DobbConfig:
     update_scale: float = 0.2
     moment_dtype: str = "fp32"
     basis_dtype: str = "bf16"
+    moment_transport: str = "fp32"
     norm: Norm = "sign"
     side: Side = "input"
     source: Source | None = None
@@ -211,6 +214,7 @@ class DobbConfig:
         self._check_choice("capture", CAPTURE_POLICIES)
         self._check_choice("moment_dtype", tuple(DTYPES))
         self._check_choice("basis_dtype", tuple(DTYPES))
+        self._check_choice("moment_transport", tuple(DTYPES))
         self._check_choice("backend", BACKENDS)
         self._check_choice("precision", PRECISIONS)
         self._check_diagnostics()
@@ -286,7 +290,3 @@ class DobbConfig:
         """Whether the diagnostics of a weight are logged."""
         patterns = self.log_diagnostics_weights
         return not patterns or any(matches(pattern, weight_name) for pattern in patterns)
-
-    def refresh_due(self, step: int) -> bool:
-        """Whether the step after `step` attempted ones is a refresh step: the first, then every `T`."""
-        return self.source != "none" and step % self.refresh_interval == 0

@@ -9,6 +9,9 @@ refresh makes the same three collectives on every rank of the group, whatever to
 3. an all-to-all in which owners send refreshed bases to the (other) holders. In front of every message go the counts
    of kept and of fallback blocks, and the number of a weight that wrongly saw no token, so that all ranks know.
 
+With moments that travel in bf16, the first is an all-to-all of the same buffer in half the bytes, whose parts are
+summed in fp32 where they arrive.
+
 All splits are fixed at construction. A group of one rank communicates nothing.
 """
 
@@ -30,6 +33,8 @@ from .orthogonalize import Method
 from .owners import Block, FlatExchange, Ownership
 
 COUNTS_BYTES = 3 * torch.int32.itemsize
+COUNT_TERMS = {torch.float32: 1, torch.bfloat16: 3}
+"""As a sum of how many numbers of a dtype a count of tokens travels: up to 2^24 exactly in each."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class RefreshGroup:
         moment_dtype: storage of the moments.
         basis_dtype: storage of the bases.
         device: where both live.
+        transport_dtype: of the captured sums on their way to where they are added up, fp32 or bf16.
     """
 
     def __init__(
@@ -136,7 +142,9 @@ class RefreshGroup:
         moment_dtype: torch.dtype,
         basis_dtype: torch.dtype,
         device: torch.device,
+        transport_dtype: torch.dtype = torch.float32,
     ) -> None:
+        self.transport_dtype, self.count_terms = transport_dtype, COUNT_TERMS[transport_dtype]
         (self.width,) = {w.width for w in weights}
         self.weights = tuple(sorted(weights, key=lambda w: w.key))
         self.group = group
@@ -201,7 +209,8 @@ class RefreshGroup:
         received = self.bring_to_owners(flat)
         blocks = received[: len(self.owned) * self.triangle].view(-1, self.triangle)
         total = unpack_triangle(blocks, self.width)
-        tokens = received[len(self.owned) * self.triangle :][self.token_index]
+        counts_of_tokens = received[len(self.owned) * self.triangle :].view(-1, self.count_terms).sum(dim=1)
+        tokens = counts_of_tokens[self.token_index]
         basis = self.basis[self.owned_positions]
         skipped, fallbacks = refresh_(
             *(self.moment, basis, total, tokens),
@@ -225,7 +234,7 @@ class RefreshGroup:
         self.first_token = sum(w.blocks for w in self.weights) * self.triangle
         triangles = [{owner} for w in self.weights for owner in owners[w.key]]
         counts = [set(owners[w.key]) for w in self.weights]
-        lengths = [self.triangle] * len(triangles) + [1] * len(counts)
+        lengths = [self.triangle] * len(triangles) + [self.count_terms] * len(counts)
         self.flow = FlatExchange(lengths, triangles + counts, self.ranks)
         self.moment_sends = self.flow.sends(self.rank)
         self.moment_send_sizes = [sum(end - start for start, end in ranges) for ranges in self.moment_sends]
@@ -242,14 +251,16 @@ class RefreshGroup:
     # Refresh.
 
     def _pack(self, sums: Mapping[str, MomentSum]) -> Tensor:
-        flat = torch.zeros(self.flow.chunk * self.ranks, dtype=torch.float32, device=self.basis.device)
+        dtype = self.transport_dtype if self.ranks > 1 else torch.float32
+        flat = torch.zeros(self.flow.chunk * self.ranks, dtype=dtype, device=self.basis.device)
         start = 0
         for index, weight in enumerate(self.weights):
             entry = sums[weight.key]
             end = start + weight.blocks * self.triangle
             if entry.total is not None:
                 flat[start:end] = pack_triangle(entry.total).flatten()
-                flat[self.first_token + index] = entry.tokens
+                first = self.first_token + index * self.count_terms
+                flat[first : first + self.count_terms] = _split(entry.tokens, flat.dtype, self.count_terms)
                 entry.total = None
             start = end
         return flat
@@ -262,8 +273,13 @@ class RefreshGroup:
         """
         if self.ranks == 1:
             return flat
-        mine = flat.new_empty(self.flow.chunk)
-        dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        if flat.dtype == torch.float32:
+            mine = flat.new_empty(self.flow.chunk)
+            dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        else:
+            parts = torch.empty_like(flat)
+            dist.all_to_all_single(parts, flat, group=self.group)
+            mine = parts.view(self.ranks, self.flow.chunk).sum(dim=0, dtype=torch.float32)
         pieces = [mine[start:end] for ranges in self.moment_sends for start, end in ranges]
         outgoing = torch.cat(pieces) if pieces else mine[:0]
         received = mine.new_empty(sum(self.moment_receive_sizes))
@@ -303,3 +319,12 @@ class RefreshGroup:
             # A clone starts at an aligned address, which a view of another dtype needs.
             self.basis[positions] = blocks.clone().view(self.basis.dtype).view(-1, self.width, self.width)
         return received[self.received_counts].view(torch.int32)
+
+
+def _split(count: int, dtype: torch.dtype, terms: int) -> Tensor:
+    """A count as a sum of `terms` numbers of a dtype, each what the ones before it leave."""
+    parts = torch.zeros(terms, dtype=dtype)
+    for place in range(terms):
+        parts[place] = count
+        count -= int(parts[place])
+    return parts

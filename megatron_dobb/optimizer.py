@@ -197,9 +197,9 @@ class Dobb(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        if self.config.refresh_due(self.attempted_steps):
-            with self._observer.refresh(self.attempted_steps + 1, self._bases.copies):
-                self._refresh(self._take_sums())
+        if refreshed := self._bases.due(self.attempted_steps):
+            with self._observer.refresh(self.attempted_steps + 1, lambda: self._bases.copies(refreshed)):
+                self._refresh({name: entry for name, entry in self._take_sums().items() if name in refreshed})
         self.attempted_steps += 1
         self._begin()
         for group in self.param_groups:
@@ -223,7 +223,8 @@ class Dobb(torch.optim.Optimizer):
         self._sink(self.attempted_steps, figures.named(self._observer.take(), counts.skipped, counts.fallbacks))
 
     def _begin(self) -> None:
-        self._capture.begin(armed=self.config.captures and self.config.refresh_due(self.attempted_steps))
+        due = self._bases.due(self.attempted_steps) if self.config.captures else set()
+        self._capture.begin(armed=bool(due), keys=due)
 
     def _check_gradients(self) -> None:
         ops.check(self._pending)
@@ -269,7 +270,7 @@ class Dobb(torch.optim.Optimizer):
 
     def _idle(self, sums: Mapping[str, MomentSum]) -> list[str]:
         """The weights that this step did not use on any rank: no token and no gradient."""
-        weights = self.on_dobb.values()
+        weights = [weight for weight in self.on_dobb.values() if weight.name in sums]
         seen = torch.tensor([[sums[w.name].tokens, sums[w.name].calls, _has_gradient(w, sums)] for w in weights])
         if self._group is not None:
             seen = seen.to(self._bases.device)

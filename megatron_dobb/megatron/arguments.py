@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("moment-dtype", "Storage of the moments.", choices=tuple(DTYPES), default=default.moment_dtype)
     add("basis-dtype", "Storage of the bases.", choices=tuple(DTYPES), default=default.basis_dtype)
+    add(
+        "moment-transport",
+        "In what captured sums travel between ranks, to be added up in fp32.",
+        choices=tuple(DTYPES),
+        default=default.moment_transport,
+    )
     add("norm", "What the coefficients become: signs, or columns of unit norm.", choices=NORMS, default=default.norm)
     add("side", "Axis of a weight that its blocks divide.", choices=SIDES, default=default.side)
     add(

@@ -216,6 +216,7 @@ def make_groups(
                 moment_dtype=DTYPES[config.moment_dtype],
                 basis_dtype=DTYPES[config.basis_dtype],
                 device=device,
+                transport_dtype=DTYPES[config.moment_transport],
             )
             made[chunk].append((group, phase))
     return made

@@ -14,6 +14,7 @@ from layout_runs import SEQUENCES, Layout, Run, global_batch, start
 from whole_model import is_expert
 
 from megatron_dobb import DobbConfig
+from megatron_dobb.schedule import is_due
 from testbed import gpt
 
 STEPS, BLOCKS, CAPTURED, BETA = 20, 4, 10, 0.95
@@ -68,7 +69,7 @@ def reference_refreshes(layout):
     for step in range(STEPS):
         before = merge([run.snapshot()])
         run.step(step)
-        if CONFIG.refresh_due(step):
+        if is_due(step, 0, CONFIG.refresh_interval):
             states[step] = (before, merge([run.snapshot()]))
     return states
 

@@ -41,7 +41,7 @@ class Problem:
             held[key] = [Shard(a * width, b * width, count * width, width).held_blocks() for a, b in shards]
         return cls(width, blocks, held)
 
-    def group(self, rank=None, basis_dtype=torch.float32):
+    def group(self, rank=None, basis_dtype=torch.float32, transport_dtype=torch.float32):
         """This rank's group, or with `rank` None one that holds everything in a single process."""
         weights = []
         for key, count in self.blocks.items():
@@ -55,6 +55,7 @@ class Problem:
             moment_dtype=torch.float32,
             basis_dtype=basis_dtype,
             device=torch.device("cpu"),
+            transport_dtype=transport_dtype,
         )
 
     def inputs(self, key, rank, step):
@@ -222,6 +223,44 @@ def test_every_refresh_makes_the_same_three_collectives_whatever_was_captured():
     for with_tokens, without in processes.run(2, record):
         assert with_tokens == without
         assert [name for name, *_ in with_tokens] == ["reduce_scatter_tensor", "all_to_all_single", "all_to_all_single"]
+
+
+def refresh_in_bf16(problems, scale):
+    """The moments of every problem after one refresh, and how many bytes each of its collectives sent."""
+    rank, found = dist.get_rank(), []
+    for problem in problems:
+        group = problem.group(rank, transport_dtype=torch.bfloat16)
+        sums = problem.sums([rank], 0)
+        for entry in sums.values():
+            entry.tokens *= scale
+        with traffic.record() as calls:
+            group.refresh(sums, **HOW)
+        chunk = group.flow.chunk * group.ranks
+        moments = dict(zip(group.owned, group.moment, strict=True))
+        found.append((moments, [(call.name, call.dtype, call.sent) for call in calls], chunk))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_that_travel_in_bf16_take_half_the_bytes_and_are_added_in_fp32(ranks):
+    problems = [Problem.draw(ranks, seed) for seed in range(8)]
+    scale = 12_345  # counts of tokens that bf16 cannot hold
+    results = processes.run(ranks, refresh_in_bf16, problems, scale)
+    for number, problem in enumerate(problems):
+        parts = [problem.sums([rank], 0) for rank in range(ranks)]
+        seen = 0
+        for moments, calls, chunk in (results[rank][number] for rank in range(ranks)):
+            names = [name for name, *_ in calls]
+            assert names == ["all_to_all_single"] * 3
+            assert calls[0][1:] == (torch.bfloat16, 2 * chunk)
+            assert calls[1][1] == torch.float32
+            for (key, block), moment in moments.items():
+                tokens = sum(part[key].tokens for part in parts) * scale
+                rounded = [p[key].total[block].bfloat16().double() for p in parts if p[key].total is not None]
+                expected = (1 - HOW["beta"]) * sum(rounded) / tokens
+                torch.testing.assert_close(moment.double(), expected, rtol=1e-6, atol=0)
+                seen += 1
+        assert seen == sum(problem.blocks.values())
 
 
 def test_groups_are_built_with_one_gather_for_all_widths():

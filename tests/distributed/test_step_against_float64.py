@@ -14,6 +14,7 @@ from global_form import join_shards
 from layout_runs import Layout, Run, start
 
 from megatron_dobb import DobbConfig
+from megatron_dobb.schedule import is_due
 from testbed import processes
 
 STEPS, BLOCKS, CAPTURED = 20, 4, 19
@@ -147,13 +148,13 @@ def recorded(layout, variant):
 def test_weights_follow_the_float64_computation_but_for_listed_flips(layout, variant, capsys):
     config, ranks = config_of(variant), recorded(layout, variant)
     weights = ranks[0]["weights"]
-    assert sum(config.refresh_due(step) for step in range(STEPS)) == 3
+    assert sum(is_due(step, 0, config.refresh_interval) for step in range(STEPS)) == 3
     found, largest = [], 0.0
     for name in weights[0]:
         model = Float64Dobb(weights[0][name], nesterov=config.nesterov, iterations=config.iterations)
         flipped = torch.zeros_like(model.W)
         for step in range(STEPS):
-            if config.refresh_due(step):
+            if is_due(step, 0, config.refresh_interval):
                 model.refresh(captured_input(ranks, layout, step, name))
             model.step(join_shards([rank["gradients"][step] for rank in ranks], name))
             step_size = LEARNING_RATE * model.scale / math.sqrt(model.m)

@@ -54,6 +54,7 @@ FLAGS = {
     "precision": (["bf16"], "bf16"),
     "overlap_refresh": ([], False),
     "stagger": ([], True),
+    "moment_transport": (["bf16"], "bf16"),
     "load_other_optimizer": ([], True),
     "log_diagnostics_interval": (["50"], 50),
     "log_diagnostics_weights": (["*.linear_fc1", "--dobb-log-diagnostics-interval", "5"], ("*.linear_fc1",)),

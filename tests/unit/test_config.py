@@ -28,6 +28,7 @@ PRINCIPAL_CONFIGURATION = {
     "source": "activation",
     "moment_dtype": "fp32",
     "basis_dtype": "bf16",
+    "moment_transport": "fp32",
     "backend": "auto",
     "precision": "exact",
     "load_other_optimizer": False,
@@ -62,6 +63,7 @@ BAD_VALUES = {
     "source": (["", "QR", 3, ["gram"]], "activation, output-gradient, gram, none"),
     "moment_dtype": (["fp16", *CHOICES], "fp32, bf16"),
     "basis_dtype": (["fp16", *CHOICES], "fp32, bf16"),
+    "moment_transport": (["fp16", *CHOICES], "fp32, bf16"),
     "backend": (["cuda", *CHOICES], "auto, extension, reference"),
     "precision": (["fp32", *CHOICES], "exact, bf16"),
     "load_other_optimizer": (["yes", 1, None], "True or False"),
@@ -91,6 +93,7 @@ GOOD_VALUES = {
     "source": ["activation", "gram", "none"],
     "moment_dtype": ["fp32", "bf16"],
     "basis_dtype": ["fp32", "bf16"],
+    "moment_transport": ["fp32", "bf16"],
     "backend": ["auto", "extension", "reference"],
     "precision": ["exact", "bf16"],
     "load_other_optimizer": [True, False],
@@ -223,9 +226,3 @@ def test_a_pattern_that_names_no_weight_is_an_error(name):
 def test_a_pattern_hidden_by_an_earlier_one_counts_as_used():
     config = DobbConfig(blocks_for={"*": 4, "*.fc2": 8})
     config.check_patterns_used(config.patterns_matching("mlp.fc2.weight"))
-
-
-def test_refresh_steps_are_the_first_and_every_interval_after_it():
-    config = DobbConfig(refresh_interval=9)
-    assert [step for step in range(30) if config.refresh_due(step)] == [0, 9, 18, 27]
-    assert all(DobbConfig(refresh_interval=1).refresh_due(step) for step in range(5))
