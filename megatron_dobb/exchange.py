@@ -33,6 +33,8 @@ from .orthogonalize import Method
 from .owners import Block, FlatExchange, Ownership
 
 COUNTS_BYTES = 3 * torch.int32.itemsize
+BATCH_BYTES = 2**26
+"""Of the fp32 moments that are refreshed in one call; it makes a few copies of them for a moment."""
 COUNT_TERMS = {torch.float32: 1, torch.bfloat16: 3}
 """As a sum of how many numbers of a dtype a count of tokens travels: up to 2^24 exactly in each."""
 
@@ -146,6 +148,7 @@ class RefreshGroup:
     ) -> None:
         self.transport_dtype, self.count_terms = transport_dtype, COUNT_TERMS[transport_dtype]
         (self.width,) = {w.width for w in weights}
+        self.blocks_at_a_time = blocks_at_a_time(self.width)
         self.weights = tuple(sorted(weights, key=lambda w: w.key))
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -205,22 +208,28 @@ class RefreshGroup:
         Raises:
             CaptureError: on every rank, if none captured a token for a weight that should have seen some.
         """
-        flat = self._pack(sums)
-        received = self.bring_to_owners(flat)
-        blocks = received[: len(self.owned) * self.triangle].view(-1, self.triangle)
-        total = unpack_triangle(blocks, self.width)
-        counts_of_tokens = received[len(self.owned) * self.triangle :].view(-1, self.count_terms).sum(dim=1)
-        tokens = counts_of_tokens[self.token_index]
-        basis = self.basis[self.owned_positions]
-        skipped, fallbacks = refresh_(
-            *(self.moment, basis, total, tokens),
-            beta=beta,
-            method=method,
-            iterations=iterations,
-            orthogonalize=partial(refresh_basis, backend=backend),
-        )
-        self.basis[self.owned_positions] = basis
-        counts = torch.stack([skipped, fallbacks, self._unseen(tokens)]).to(torch.int32)
+        received = self.bring_to_owners(self._pack(sums))
+        end = len(self.owned) * self.triangle
+        blocks = received[:end].view(-1, self.triangle).split(self.blocks_at_a_time)
+        tokens = received[end:].view(-1, self.count_terms).sum(dim=1)[self.token_index]
+        counts = torch.zeros(2, dtype=torch.long, device=received.device)
+        for triangles, moment, positions, their_tokens in zip(
+            blocks,
+            *(t.split(self.blocks_at_a_time) for t in (self.moment, self.owned_positions, tokens)),
+            strict=True,
+        ):
+            basis = self.basis[positions]
+            counts += torch.stack(
+                refresh_(
+                    *(moment, basis, unpack_triangle(triangles, self.width), their_tokens),
+                    beta=beta,
+                    method=method,
+                    iterations=iterations,
+                    orthogonalize=partial(refresh_basis, backend=backend),
+                )
+            )
+            self.basis[positions] = basis
+        counts = torch.cat([counts, self._unseen(tokens)[None]]).to(torch.int32)
         everyone = self.send_to_holders(counts).tolist()
         self._check_seen({number for _, _, number in everyone if number})
         return RefreshCounts(sum(row[0] for row in everyone), sum(row[1] for row in everyone))
@@ -276,10 +285,12 @@ class RefreshGroup:
         if flat.dtype == torch.float32:
             mine = flat.new_empty(self.flow.chunk)
             dist.reduce_scatter_tensor(mine, flat, group=self.group)
+            del flat  # its memory is free for what follows
         else:
             parts = torch.empty_like(flat)
             dist.all_to_all_single(parts, flat, group=self.group)
             mine = parts.view(self.ranks, self.flow.chunk).sum(dim=0, dtype=torch.float32)
+            del flat, parts
         pieces = [mine[start:end] for ranges in self.moment_sends for start, end in ranges]
         outgoing = torch.cat(pieces) if pieces else mine[:0]
         received = mine.new_empty(sum(self.moment_receive_sizes))
@@ -319,6 +330,11 @@ class RefreshGroup:
             # A clone starts at an aligned address, which a view of another dtype needs.
             self.basis[positions] = blocks.clone().view(self.basis.dtype).view(-1, self.width, self.width)
         return received[self.received_counts].view(torch.int32)
+
+
+def blocks_at_a_time(width: int) -> int:
+    """How many blocks are refreshed in one call: enough to fill a device, and few enough for its memory."""
+    return max(1, BATCH_BYTES // (4 * width**2))
 
 
 def _split(count: int, dtype: torch.dtype, terms: int) -> Tensor:

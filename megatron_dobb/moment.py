@@ -81,14 +81,14 @@ def fold(moment: Tensor, total: Tensor, tokens: Tensor, *, beta: float) -> Tenso
 
     Args:
         moment: `A [k, b, b]`, changed in place; computed in fp32 and then rounded to its dtype.
-        total: sums of `x x^T` over all captured tokens, `[k, b, b]` in fp32.
+        total: sums of `x x^T` over all captured tokens, `[k, b, b]` in fp32. Becomes their mean, to save memory.
         tokens: number of tokens in each of these sums, `[k]`.
         beta: decay of the moving average (`--dobb-moment-beta`).
 
     Returns:
         `[k]`, whether the block's sums entered `A`.
     """
-    mean = total / tokens[:, None, None]
+    mean = total.div_(tokens[:, None, None])
     averaged = (moment.float() * beta).add_(mean, alpha=1 - beta).to(moment.dtype)
     # Tested after the division and the rounding, which can underflow and overflow.
     accepted = (tokens > 0) & _largest(averaged).isfinite() & (_largest(mean) > 0)
