@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .capture import MomentSum
+from .costs import COUNTS_BYTES
 from .errors import CaptureError, LayoutError
 from .moment import pack_triangle, refresh_, unpack_triangle
 from .ops import Backend, refresh_basis
 from .orthogonalize import Method
 from .owners import Block, FlatExchange, Ownership
-
-COUNTS_BYTES = 3 * torch.int32.itemsize
 
 
 @dataclass(frozen=True)

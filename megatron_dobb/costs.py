@@ -1,0 +1,190 @@
+"""Bytes of Dobb's state and of one refresh, on every rank of a group: what a run prints at its start, and what
+`tools/plan.py` says of runs that nobody has started.
+
+Everything follows from who holds and who owns which block. Nothing here imports torch or Megatron.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import repeat
+
+from .owners import Ownership
+
+MOMENTUM_BYTES = 4
+"""Of one element of the momentum, which is fp32 whatever the weight is."""
+
+SUM_BYTES = 4
+"""Of one element of the captured sums and of what is reduced of them."""
+
+COUNTS_BYTES = 12
+"""In front of every message of bases: three int32, the kept and the fallback blocks and the number of a weight."""
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """Bytes on one rank.
+
+    Attributes:
+        momentum: of its shards of the managed weights.
+        moments: of the blocks that it owns.
+        bases: of the blocks that it holds.
+        sums: captured on a refresh step if none is freed before the last one is there.
+        reduced: handed to the reduce-scatters of a refresh.
+        to_owners: sent on to the owners.
+        from_others: received as an owner.
+        to_holders: bases sent.
+        from_owners: bases received.
+        counts: in front of the bases, sent; as much is received.
+    """
+
+    momentum: int = 0
+    moments: int = 0
+    bases: int = 0
+    sums: int = 0
+    reduced: int = 0
+    to_owners: int = 0
+    from_others: int = 0
+    to_holders: int = 0
+    from_owners: int = 0
+    counts: int = 0
+
+    def __add__(self, other: "RankCosts") -> "RankCosts":
+        """Of several groups together."""
+        return RankCosts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(RankCosts)))
+
+    @property
+    def state(self) -> int:
+        """What stays between steps."""
+        return self.momentum + self.moments + self.bases
+
+    @property
+    def refresh(self) -> int:
+        """What the rank hands to collectives on a refresh step."""
+        return self.reduced + self.to_owners + self.to_holders + self.counts
+
+
+def momentum_costs(elements: int) -> RankCosts:
+    """Of a rank whose shards hold so many elements of managed weights."""
+    return RankCosts(momentum=MOMENTUM_BYTES * elements)
+
+
+def triangle(width: int) -> int:
+    """Elements of one triangle of a symmetric block, its diagonal included."""
+    return width * (width + 1) // 2
+
+
+@dataclass
+class WidthCosts:
+    """Of all weights of one width in one group, counted in blocks for every rank.
+
+    Attributes:
+        width: of the blocks.
+        ranks: size of the group.
+        moment_bytes, basis_bytes: of one element.
+        weights: how many there are.
+        blocks: of all weights together.
+        owned, held: blocks on each rank.
+        owned_weights: weights of which a rank owns a block.
+        sent, received: bases.
+        counts_at: token counts that a rank sends on to owners.
+    """
+
+    width: int
+    ranks: int
+    moment_bytes: int
+    basis_bytes: int
+    weights: int = 0
+    blocks: int = 0
+    owned: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    owned_weights: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    counts_at: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("owned", "held", "owned_weights", "sent", "received", "counts_at"):
+            setattr(self, name, list(repeat(0, self.ranks)))
+
+    @property
+    def triangles(self) -> int:
+        """Elements of the triangles of all blocks."""
+        return self.blocks * triangle(self.width)
+
+    @property
+    def chunk(self) -> int:
+        """Elements that a rank gets of the reduced buffer: triangles, a count for each weight, padding."""
+        return -(-(self.triangles + self.weights) // self.ranks)
+
+    def of(self, rank: int) -> RankCosts:
+        """Bytes on a rank of the group; one that is alone in it communicates nothing."""
+        square = self.width**2
+        alone = RankCosts(
+            moments=self.moment_bytes * square * self.owned[rank],
+            bases=self.basis_bytes * square * self.held[rank],
+            sums=SUM_BYTES * square * self.blocks,
+        )
+        if self.ranks == 1:
+            return alone
+        start = rank * self.chunk
+        sent_on = min(max(self.triangles - start, 0), self.chunk) + self.counts_at[rank]
+        received = self.owned[rank] * triangle(self.width) + self.owned_weights[rank]
+        return alone + RankCosts(
+            reduced=SUM_BYTES * self.chunk * self.ranks,
+            to_owners=SUM_BYTES * sent_on,
+            from_others=SUM_BYTES * received,
+            to_holders=self.basis_bytes * square * self.sent[rank],
+            from_owners=self.basis_bytes * square * self.received[rank],
+            counts=COUNTS_BYTES * self.ranks,
+        )
+
+
+def refresh_costs(
+    ownership: Ownership, blocks: Mapping[str, int], *, moment_bytes: int, basis_bytes: int
+) -> dict[int, WidthCosts]:
+    """Costs of all weights of a group, by the width of their blocks.
+
+    Args:
+        ownership: owners and holders; its widths may be one or many.
+        blocks: blocks of every weight on a rank, tensor parallelism considered.
+        moment_bytes: of one element of a moment.
+        basis_bytes: of one element of a basis.
+    """
+    ranks = len(ownership.holdings)
+    found = {
+        width: WidthCosts(width, ranks, moment_bytes, basis_bytes)
+        for width in sorted({ownership.widths[key] for key in blocks}, reverse=True)
+    }
+    owned: dict[str, dict[int, set[int]]] = {}
+    for key in sorted(blocks):
+        costs = found[ownership.widths[key]]
+        costs.weights += 1
+        costs.blocks += blocks[key]
+        owned[key] = {}
+        for block, owner in enumerate(ownership.owners.get(key, ())):
+            owned[key].setdefault(owner, set()).add(block)
+    holders = {key: [0] * count for key, count in blocks.items()}
+    of_all = dict.fromkeys(blocks, 0)  # ranks that hold every block of a weight: most of them, where ranks are many
+    for rank, holding in enumerate(ownership.holdings):
+        for key, held in holding.items():
+            costs, own = found[ownership.widths[key]], owned[key].get(rank, ())
+            kept = len(own) if len(held) == blocks[key] else len(set(held).intersection(own)) if own else 0
+            costs.held[rank] += len(held)
+            costs.received[rank] += len(held) - kept
+            costs.sent[rank] -= kept
+            if len(held) == blocks[key]:
+                of_all[key] += 1
+            else:
+                for block in held:
+                    holders[key][block] += 1
+    places = dict.fromkeys(found, 0)
+    for key in sorted(blocks):
+        costs = found[width := ownership.widths[key]]
+        for owner, of_owner in owned[key].items():
+            costs.owned[owner] += len(of_owner)
+            costs.owned_weights[owner] += 1
+            costs.sent[owner] += sum(of_all[key] + holders[key][block] for block in of_owner)
+        # A weight's count lies behind all triangles, in the order of the names.
+        costs.counts_at[(costs.triangles + places[width]) // costs.chunk] += len(owned[key])
+        places[width] += 1
+    return found
