@@ -63,8 +63,9 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
     more = f" ({100 * (padded - stock) / stock:+.2f} %)" if stock else ""
     return [
         f"dobb: param/grad buffers of {padded:,} elements, {padded - stock:,} more than AdamW's{more}",
-        f"dobb: state of this rank: momentum {of_rank.momentum / MIB:.1f} MiB, moments {of_rank.moments / MIB:.1f} MiB, "
-        f"bases {of_rank.bases / MIB:.1f} MiB; captured sums of a refresh step {of_rank.sums / MIB:.1f} MiB at most",
+        f"dobb: state of this rank: momentum {of_rank.momentum / MIB:.1f} MiB, "
+        f"moments {of_rank.moments / MIB:.1f} MiB, bases {of_rank.bases / MIB:.1f} MiB; "
+        f"captured sums of a refresh step {of_rank.sums / MIB:.1f} MiB at most",
         f"dobb: sent by this rank on a refresh step: {of_rank.reduced / MIB:.2f} MiB reduce-scattered, "
         f"{of_rank.to_owners / MIB:.2f} MiB to owners, {of_rank.to_holders / MIB:.2f} MiB of bases; {others}",
     ]

@@ -39,7 +39,7 @@ class Request:
     sizes: ModelSizes
     parallel: Parallel
     config: DobbConfig
-    rates: Rates = Rates()
+    rates: Rates
     gradient_bytes: int = 4
 
 

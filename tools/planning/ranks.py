@@ -186,10 +186,7 @@ def _count(buffer: Buffer, managed: Mapping[str, Managed], shards: Shards) -> No
     for index, parameter in enumerate(buffer.parameters):
         weight = managed.get(parameter.name)
         holders = buffer.placed.holders(index)
-        if weight is None:
-            into = shards.adamw
-        else:
-            into = shards.managed.setdefault(weight.width, [0] * shards.count)
+        into = shards.managed.setdefault(weight.width, [0] * shards.count) if weight else shards.adamw
         rows, columns = parameter.rows, parameter.columns
         is_cut = weight is not None and (len(holders) > 1 or parameter.numel < rows * columns)
         for shard in holders:

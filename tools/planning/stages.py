@@ -65,5 +65,7 @@ def _layers_of_stages(sizes: ModelSizes, parallel: Parallel) -> list[int]:
 def _chunks_of(layers: int, parallel: Parallel) -> list[int]:
     if layers % parallel.chunks:
         workable = ", ".join(str(c) for c in range(1, layers + 1) if layers % c == 0)
-        raise PlanError(f"--vpp {parallel.chunks} does not divide the {layers} layers of a stage: use one of {workable}")
+        raise PlanError(
+            f"--vpp {parallel.chunks} does not divide the {layers} layers of a stage: use one of {workable}"
+        )
     return [layers // parallel.chunks] * parallel.chunks
