@@ -144,8 +144,8 @@ def _times(data: dict[str, Any]) -> Result:
     }
     rates = data["rates"]
     notes = [
-        f"Stage {numbers(stage['stages'])}: the heaviest rank has {stage['owners']['work_over_mean']:.2f} times the mean "
-        f"refresh work, {stage['owners']['work_over_best']:.2f} times the best possible."
+        f"Stage {numbers(stage['stages'])}: the heaviest rank has {stage['owners']['work_over_mean']:.2f} times the "
+        f"mean refresh work, {stage['owners']['work_over_best']:.2f} times the best possible."
         for stage in data["stages"]
     ]
     notes.append(
