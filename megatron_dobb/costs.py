@@ -116,25 +116,26 @@ class WidthCosts:
         """Elements that a rank gets of the reduced buffer: triangles, a count for each weight, padding."""
         return -(-(self.triangles + self.weights) // self.ranks)
 
+    def counted(self, rank: int) -> tuple[int, ...]:
+        """All that the costs of a rank depend on; in a large group most ranks are like others."""
+        return (
+            *(self.owned[rank], self.held[rank], self.owned_weights[rank], self.sent[rank], self.received[rank]),
+            min(max(self.triangles - rank * self.chunk, 0), self.chunk) + self.counts_at[rank],
+        )
+
     def of(self, rank: int) -> RankCosts:
         """Bytes on a rank of the group; one that is alone in it communicates nothing."""
-        square = self.width**2
-        alone = RankCosts(
-            moments=self.moment_bytes * square * self.owned[rank],
-            bases=self.basis_bytes * square * self.held[rank],
-            sums=SUM_BYTES * square * self.blocks,
-        )
+        owned, held, owned_weights, sent, received, sent_on = self.counted(rank)
+        moment, basis = self.moment_bytes * self.width**2, self.basis_bytes * self.width**2
+        alone = RankCosts(moments=moment * owned, bases=basis * held, sums=SUM_BYTES * self.width**2 * self.blocks)
         if self.ranks == 1:
             return alone
-        start = rank * self.chunk
-        sent_on = min(max(self.triangles - start, 0), self.chunk) + self.counts_at[rank]
-        received = self.owned[rank] * triangle(self.width) + self.owned_weights[rank]
         return alone + RankCosts(
             reduced=SUM_BYTES * self.chunk * self.ranks,
             to_owners=SUM_BYTES * sent_on,
-            from_others=SUM_BYTES * received,
-            to_holders=self.basis_bytes * square * self.sent[rank],
-            from_owners=self.basis_bytes * square * self.received[rank],
+            from_others=SUM_BYTES * (owned * triangle(self.width) + owned_weights),
+            to_holders=basis * sent,
+            from_owners=basis * received,
             counts=COUNTS_BYTES * self.ranks,
         )
 

@@ -3,7 +3,7 @@
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -145,9 +145,21 @@ def _dobb_flags(parser: argparse.ArgumentParser) -> None:
     add("basis-dtype", choices=("fp32", "bf16"), default=ABSENT)
     add("precision", choices=PRECISIONS, default=ABSENT)
     add("qr", choices=QR_METHODS, default=ABSENT)
-    add("side", choices=("input",), default=ABSENT, help="bases of the output side are not planned for")
-    add("source", choices=("activation",), default=ABSENT, help="other bases are not planned for")
-    add("norm", choices=("sign",), default=ABSENT, help="Dobb-l2 is not planned for")
+    for name, planned, others in (
+        ("side", "input", "bases of the output side"),
+        ("source", "activation", "other bases"),
+        ("norm", "sign", "Dobb-l2"),
+    ):
+        add(name, type=_only(planned, others), default=ABSENT, metavar=planned, help=f"{others}: not planned for")
+
+
+def _only(planned: str, others: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text != planned:
+            raise argparse.ArgumentTypeError(f"{text} is not planned for ({others}): use {planned}, or leave it out")
+        return text
+
+    return check
 
 
 def _flags() -> Parser:

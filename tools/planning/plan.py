@@ -1,18 +1,18 @@
 """A plan: every pipeline stage of a model on a layout, with what its ranks keep, send and compute."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_dobb.config import DTYPES, DobbConfig
 from megatron_dobb.costs import RankCosts
-from megatron_dobb.owners import imbalance, work
+from megatron_dobb.owners import work
 
 from ..reproduction import payload
 from .buffers import Buffer, Chosen, Managed, choose, lay_out
 from .parameters import Parameter, parameters_of_chunk
-from .ranks import StageRanks, ranks_of_stage
+from .ranks import RankKind, StageRanks, ranks_of_stage
 from .sizes import ModelSizes, Parallel, PlanError
 from .stages import layers_of_chunks
 from .timing import Rates, Times, times
@@ -24,12 +24,6 @@ class Spread:
 
     mean: float
     most: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread":
-        """Of the figures of all ranks."""
-        found = list(values)
-        return cls(sum(found) / len(found), max(found))
 
 
 @dataclass(frozen=True)
@@ -81,45 +75,28 @@ class StagePlan:
         return sum((chunk.chosen.adamw for chunk in self.chunks), Counter())
 
     @cached_property
+    def _kinds(self) -> tuple[list[RankKind], list[int]]:
+        return self.ranks.kinds()
+
+    @property
     def costs(self) -> list[RankCosts]:
         """Bytes on every rank."""
-        return self.ranks.costs()
+        kinds, of_rank = self._kinds
+        return [kinds[number].costs for number in of_rank]
 
     @cached_property
-    def times(self) -> list[Times]:
-        """Bounds of every rank's optimizer call."""
-        known: dict[tuple[int, ...], Times] = {}
-        found = []
-        for rank, costs in enumerate(self.costs):
-            places = self.ranks.places(rank)
-            if places not in known:
-                known[places] = self._times(rank, costs)
-            found.append(known[places])
-        return found
-
-    def _times(self, rank: int, costs: RankCosts) -> Times:
-        managed: Counter[int] = Counter()
-        owned: Counter[int] = Counter()
-        for apart, shards in self.ranks.shards.items():
-            shard = self.ranks.shard_of(apart, rank)
-            managed.update({width: numel[shard] for width, numel in shards.managed.items()})
-        for name, of_set in self.ranks.sets.items():
-            place = self.ranks.place_in(name, rank)
-            owned.update({width: of_width.owned[place] for width, of_width in of_set.costs.items()})
+    def times(self) -> list[tuple[RankKind, Times]]:
+        """Bounds of the optimizer call of every kind of ranks."""
         asked = self.request
-        return times(
-            managed, self.elements(rank, "adamw"), owned, costs, asked.config, asked.rates, bf16=asked.sizes.bf16
-        )
+        return [
+            (kind, times(kind.managed, kind.adamw, kind.owned, kind.costs, asked.config, asked.rates, asked.sizes.bf16))
+            for kind in self._kinds[0]
+        ]
 
-    def elements(self, rank: int, kind: str) -> int:
-        """Elements of a rank's shards: on `adamw`, or passed by an update of `muon` or `dion`."""
-        return sum(
-            getattr(shards, kind)[self.ranks.shard_of(apart, rank)] for apart, shards in self.ranks.shards.items()
-        )
-
-    def over_shards(self, kind: str) -> Spread:
-        """`elements` over all ranks."""
-        return Spread.of(self.elements(rank, kind) for rank in range(len(self.costs)))
+    def spread(self, figure: Callable[[RankKind, Times], float]) -> Spread:
+        """A figure over all ranks."""
+        found = [(figure(kind, seconds), kind.count) for kind, seconds in self.times]
+        return Spread(sum(value * count for value, count in found) / len(self._kinds[1]), max(found)[0])
 
     @property
     def unit(self) -> int:
@@ -149,10 +126,11 @@ class StagePlan:
     @property
     def balance(self) -> tuple[float, float]:
         """The heaviest rank's refresh work over the mean, and over the best possible."""
-        loads = self.ranks.work()
+        loads = self.spread(lambda kind, _: kind.work)
         widest = max((work(weight.width) for weight in self.managed), default=0)
-        best = max(sum(loads) / len(loads), widest)
-        return imbalance(loads), max(loads) / best if best else 1.0
+        if not widest:
+            return 1.0, 1.0
+        return loads.most / loads.mean, loads.most / max(loads.mean, widest)
 
 
 def chunks_of_stage(request: Request, stage: int, layers: Sequence[range]) -> list[Chunk]:

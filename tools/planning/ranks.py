@@ -1,5 +1,6 @@
 """What each rank of a pipeline stage keeps and sends, from the product's own owners and costs."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,9 +35,15 @@ class RankSet:
         """Size of the set."""
         return len(self.ownership.holdings)
 
-    def of(self, rank: int) -> RankCosts:
-        """Bytes of one rank of the set, over all widths."""
-        return sum((costs.of(rank) for costs in self.costs.values()), RankCosts())
+    def like(self, place: int) -> tuple[tuple[int, ...], ...]:
+        """The same for ranks of the set with the same figures."""
+        return tuple(costs.counted(place) for costs in self.costs.values())
+
+    def add_to(self, kind: "RankKind", place: int) -> None:
+        """Add what a rank of the set holds, sends and refreshes."""
+        for width, costs in self.costs.items():
+            kind.costs += costs.of(place)
+            kind.owned[width] += costs.owned[place]
 
 
 @dataclass
@@ -58,9 +65,44 @@ class Shards:
     def __post_init__(self) -> None:
         self.adamw, self.muon, self.dion = ([0] * self.count for _ in range(3))
 
-    def elements(self, shard: int) -> int:
-        """Elements on Dobb in a shard."""
-        return sum(of_width[shard] for of_width in self.managed.values())
+    def like(self, shard: int) -> tuple[int, ...]:
+        """The same for shards with the same figures."""
+        of_width = [numel[shard] for numel in self.managed.values()]
+        return (*of_width, self.adamw[shard], self.muon[shard], self.dion[shard])
+
+    def add_to(self, kind: "RankKind", shard: int) -> None:
+        """Add the elements of a shard."""
+        kind.managed.update({width: numel[shard] for width, numel in self.managed.items()})
+        kind.adamw += self.adamw[shard]
+        kind.muon += self.muon[shard]
+        kind.dion += self.dion[shard]
+
+
+@dataclass
+class RankKind:
+    """Ranks of a stage with the same figures.
+
+    Attributes:
+        count: how many there are.
+        costs: bytes of state and of a refresh.
+        managed: elements on Dobb, by width.
+        owned: blocks that it refreshes, by width.
+        adamw: elements on AdamW.
+        muon, dion: elements that an update of these methods passes.
+    """
+
+    count: int = 0
+    costs: RankCosts = field(default_factory=RankCosts)
+    managed: Counter[int] = field(default_factory=Counter)
+    owned: Counter[int] = field(default_factory=Counter)
+    adamw: int = 0
+    muon: int = 0
+    dion: int = 0
+
+    @property
+    def work(self) -> int:
+        """Refresh work, in units of b^3."""
+        return sum(work(width) * blocks for width, blocks in self.owned.items())
 
 
 @dataclass
@@ -89,42 +131,33 @@ class StageRanks:
         """The shard of a buffer that a rank has."""
         return self.place_in("expert" if apart else "dense", rank)
 
-    def costs(self) -> list[RankCosts]:
-        """Bytes on every rank of the stage."""
-        of_set = {name: [ranks.of(place) for place in range(ranks.ranks)] for name, ranks in self.sets.items()}
-        of_shard = {
-            apart: [momentum_costs(shards.elements(shard)) for shard in range(shards.count)]
+    def kinds(self) -> tuple[list[RankKind], list[int]]:
+        """The kinds of ranks, and for every rank of the stage which kind it is."""
+        parts = [(of_set, name, _numbered(of_set, of_set.ranks)) for name, of_set in self.sets.items()]
+        parts += [
+            (shards, "expert" if apart else "dense", _numbered(shards, shards.count))
             for apart, shards in self.shards.items()
-        }
-        known: dict[tuple[int, ...], RankCosts] = {}  # most ranks of a large stage are like others
-        found = []
-        for rank in range(self.parallel.stage_ranks):
-            places = self.places(rank)
-            if places not in known:
-                parts = [of_set[name][self.place_in(name, rank)] for name in of_set]
-                parts += [of_shard[apart][self.shard_of(apart, rank)] for apart in of_shard]
-                known[places] = sum(parts, RankCosts())
-            found.append(known[places])
-        return found
-
-    def places(self, rank: int) -> tuple[int, ...]:
-        """Where a rank of the stage stands in all that it belongs to; the same for ranks with the same figures."""
-        dense = self.place_in("dense", rank)
-        others = [self.place_in(name, rank) for name in self.sets if name != "dense"]
-        return (dense, *others, self.place_in("expert", rank) if True in self.shards else 0)
-
-    def work(self) -> list[int]:
-        """Refresh work of every rank of the stage, in units of b^3."""
-        of_set = {}
-        for name, ranks in self.sets.items():
-            of_set[name] = [
-                sum(work(width) * costs.owned[place] for width, costs in ranks.costs.items())
-                for place in range(ranks.ranks)
-            ]
-        return [
-            sum(loads[self.place_in(name, rank)] for name, loads in of_set.items())
-            for rank in range(self.parallel.stage_ranks)
         ]
+        number_of: dict[tuple[int, ...], int] = {}
+        kinds: list[RankKind] = []
+        of_rank = []
+        for rank in range(self.parallel.stage_ranks):
+            like = tuple(numbers[self.place_in(name, rank)] for _, name, numbers in parts)
+            if like not in number_of:
+                number_of[like] = len(kinds)
+                kinds.append(RankKind())
+                for part, name, _ in parts:
+                    part.add_to(kinds[-1], self.place_in(name, rank))
+                kinds[-1].costs += momentum_costs(sum(kinds[-1].managed.values()))
+            of_rank.append(number_of[like])
+            kinds[number_of[like]].count += 1
+        return kinds, of_rank
+
+
+def _numbered(part: RankSet | Shards, places: int) -> list[int]:
+    """For every place a number, the same for places with the same figures."""
+    known: dict[tuple[object, ...], int] = {}
+    return [known.setdefault(part.like(place), len(known)) for place in range(places)]
 
 
 def ranks_of_stage(

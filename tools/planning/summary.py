@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from megatron_dobb.costs import RankCosts
 
 from .alternatives import Alternative
-from .plan import Request, Spread, StagePlan
+from .plan import Request, StagePlan
 from .timing import Times
 
 FORMAT = 1
@@ -61,7 +61,7 @@ def stage_data(stage: StagePlan) -> dict[str, Any]:
     work_over_mean, work_over_best = stage.balance
     return {
         "stages": stage.stages,
-        "ranks": len(stage.costs),
+        "ranks": stage.request.parallel.stage_ranks,
         "elements": sum(p.numel for chunk in stage.chunks for p in chunk.parameters),
         "matrices": _matrices(stage),
         "adamw": [
@@ -112,11 +112,11 @@ def _matrices(stage: StagePlan) -> list[dict[str, Any]]:
 
 def _memory(stage: StagePlan) -> dict[str, Any]:
     def of(name: str) -> dict[str, float]:
-        return _spread(getattr(costs, name) for costs in stage.costs)
+        return dataclasses.asdict(stage.spread(lambda kind, _: getattr(kind.costs, name)))
 
     momentum = of("momentum")
     elements = {key: value / 4 for key, value in momentum.items()}
-    others = dataclasses.asdict(stage.over_shards("adamw"))
+    others = dataclasses.asdict(stage.spread(lambda kind, _: kind.adamw))
     return {
         "dobb": {name: of(name) for name in ("momentum", "moments", "bases", "state", "sums")},
         "adamw": {"state": {key: ADAMW_STATE_BYTES * value for key, value in elements.items()}},
@@ -130,7 +130,7 @@ def _step_bytes(stage: StagePlan) -> dict[str, Any]:
     dobb = adamw + stage.padding * stage.buffer_bytes
 
     def more(kind: str) -> dict[str, float]:
-        spread = stage.over_shards(kind)
+        spread = stage.spread(lambda of, _: getattr(of, kind))
         return {"mean": adamw + 4 * spread.mean, "most": adamw + 4 * spread.most}
 
     return {
@@ -143,10 +143,14 @@ def _step_bytes(stage: StagePlan) -> dict[str, Any]:
 
 def _refresh_bytes(stage: StagePlan) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(RankCosts)]
-    sent = {name: _spread(getattr(c, name) for c in stage.costs) for name in names[names.index("reduced") :]}
+    sent = {
+        name: dataclasses.asdict(stage.spread(lambda kind, _, name=name: getattr(kind.costs, name)))
+        for name in [*names[names.index("reduced") :], "refresh"]
+    }
+    sent["total"] = sent.pop("refresh")
     paper = float(stage.papers_refresh if stage.request.parallel.shards > 1 else 0)
     return {
-        "dobb": sent | {"total": _spread(costs.refresh for costs in stage.costs)},
+        "dobb": sent,
         "paper": {"mean": paper, "most": paper},
     }
 
@@ -155,7 +159,7 @@ def _seconds(stage: StagePlan) -> dict[str, Any]:
     interval = stage.request.config.refresh_interval
 
     def of(figure: Callable[[Times], float]) -> dict[str, float]:
-        return _spread(figure(found) for found in stage.times)
+        return dataclasses.asdict(stage.spread(lambda _, found: figure(found)))
 
     names = [field.name for field in dataclasses.fields(Times)]
     return {name: of(lambda found, name=name: getattr(found, name)) for name in names} | {
@@ -177,7 +181,3 @@ def heaviest(stages: list[dict[str, Any]]) -> dict[str, float]:
         "amortised_seconds": max(stage["seconds"]["amortised"]["most"] for stage in stages),
         "adamw_seconds": max(stage["seconds"]["adamw"]["most"] for stage in stages),
     }
-
-
-def _spread(values: Iterable[float]) -> dict[str, float]:
-    return dataclasses.asdict(Spread.of(values))

@@ -80,7 +80,6 @@ def times(
     costs: RankCosts,
     config: DobbConfig,
     rates: Rates,
-    *,
     bf16: bool,
 ) -> Times:
     """Bounds of a rank's optimizer call.
