@@ -19,11 +19,6 @@ def layers_of_chunks(sizes: ModelSizes, parallel: Parallel) -> list[list[range]]
     first = 0
     for chunk in range(chunks):
         for stage in range(stages):
-            if counts[stage][chunk] < 0:
-                raise PlanError(
-                    f"--pp {stages} leaves a stage no layer of {sizes.num_layers} beside embedding and loss: use "
-                    "fewer stages"
-                )
             found[stage].append(range(first, first + counts[stage][chunk]))
             first += counts[stage][chunk]
     return found

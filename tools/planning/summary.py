@@ -175,6 +175,7 @@ def heaviest(stages: list[dict[str, Any]]) -> dict[str, float]:
         "adamw_state_bytes": max(stage["memory"]["adamw"]["state"]["most"] for stage in stages),
         "sums_bytes": max(stage["memory"]["dobb"]["sums"]["most"] for stage in stages),
         "refresh_bytes": max(stage["refresh_bytes"]["dobb"]["total"]["most"] for stage in stages),
+        "papers_refresh_bytes": max(stage["refresh_bytes"]["paper"]["most"] for stage in stages),
         "padding_part": max(stage["padding_part"] for stage in stages),
         "update_seconds": max(stage["seconds"]["update"]["most"] for stage in stages),
         "refresh_step_seconds": max(stage["seconds"]["refresh_step"]["most"] for stage in stages),

@@ -186,7 +186,12 @@ def trade_off(points: Sequence[dict[str, Any]], path: Path) -> None:
     draw(axes[0], "adamw_state_bytes", "AdamW", GIB, linestyle="--", color="gray")
     draw(axes[0], "sums_bytes", "sums on a refresh step", GIB, linestyle=":")
     axes[0].set(title="state of the heaviest rank", ylabel="GiB")
-    draw(axes[1], "refresh_bytes", "Dobb", GIB)
+    sends = any(point["refresh_bytes"] for point in points)
+    if sends:
+        draw(axes[1], "refresh_bytes", "Dobb", GIB)
+        draw(axes[1], "papers_refresh_bytes", "the paper's, all-reduced", GIB, linestyle="--", color="gray")
+    else:
+        axes[1].text(0.5, 0.5, "one data-parallel rank sends nothing", ha="center", transform=axes[1].transAxes)
     axes[1].set(title="handed to collectives on a refresh", ylabel="GiB")
     draw(axes[2], "update_seconds", "ordinary step", 1e-3)
     draw(axes[2], "amortised_seconds", "mean, nothing overlapped", 1e-3, linestyle=":")
@@ -196,9 +201,10 @@ def trade_off(points: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(counts, [str(count) for count in counts])
         axis.set_xlabel("blocks, B")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.25)
-        axis.legend(frameon=False)
+        axis.grid(alpha=0.25, which="both")
+        if sends or axis is not axes[1]:
+            axis.set_yscale("log")
+            axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=160)
     plt.close(figure)
