@@ -26,17 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .capture import MomentSum
+from .costs import COUNT_TERMS, COUNTS_BYTES, blocks_at_a_time
 from .errors import CaptureError, LayoutError
 from .moment import pack_triangle, refresh_, unpack_triangle
 from .ops import Backend, refresh_basis
 from .orthogonalize import Method
 from .owners import Block, FlatExchange, Ownership
-
-COUNTS_BYTES = 3 * torch.int32.itemsize
-BATCH_BYTES = 2**26
-"""Of the fp32 moments that are refreshed in one call; it makes a few copies of them for a moment."""
-COUNT_TERMS = {torch.float32: 1, torch.bfloat16: 3}
-"""As a sum of how many numbers of a dtype a count of tokens travels: up to 2^24 exactly in each."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +141,7 @@ class RefreshGroup:
         device: torch.device,
         transport_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.transport_dtype, self.count_terms = transport_dtype, COUNT_TERMS[transport_dtype]
+        self.transport_dtype, self.count_terms = transport_dtype, COUNT_TERMS[transport_dtype.itemsize]
         (self.width,) = {w.width for w in weights}
         self.blocks_at_a_time = blocks_at_a_time(self.width)
         self.weights = tuple(sorted(weights, key=lambda w: w.key))
@@ -330,11 +325,6 @@ class RefreshGroup:
             # A clone starts at an aligned address, which a view of another dtype needs.
             self.basis[positions] = blocks.clone().view(self.basis.dtype).view(-1, self.width, self.width)
         return received[self.received_counts].view(torch.int32)
-
-
-def blocks_at_a_time(width: int) -> int:
-    """How many blocks are refreshed in one call: enough to fill a device, and few enough for its memory."""
-    return max(1, BATCH_BYTES // (4 * width**2))
 
 
 def _split(count: int, dtype: torch.dtype, terms: int) -> Tensor:

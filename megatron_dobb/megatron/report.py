@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..costs import RankCosts, WidthCosts, momentum_costs, refresh_costs, transient_peak
 from ..exchange import RefreshGroup
 from ..owners import imbalance
 from .manage import ChunkPlan, ManagedWeight
@@ -57,26 +58,20 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
     ]
     padded = sum(found.bucket_indices[-1][1] for found in layouts)
     stock = sum(found.dobb_stock_numel for found in layouts)
-    groups, settings = optimizer.refresh_groups, optimizer.dobb
-    moments = sum(g.moment.numel() * g.moment.element_size() for g in groups)
-    bases = sum(g.basis.numel() * g.basis.element_size() for g in groups)
-    momenta = sum(s.momentum.numel() * s.momentum.element_size() for group in optimizer.segments for s in group)
-    transient = sum(4 * width * width * blocks for width, blocks in _captured_blocks(optimizer))
-    reduced = sum(4 * g.flow.chunk * g.ranks for g in groups if g.ranks > 1)
-    to_owners = sum(4 * sum(g.moment_send_sizes) for g in groups if g.ranks > 1)
-    to_holders = sum(
-        p.numel() * g.width**2 * g.basis.element_size() for g in groups for p in g.basis_sends.values() if g.ranks > 1
-    )
+    settings = optimizer.dobb
+    of_rank = rank_costs(optimizer)
+    peak = transient_peak(group_costs(optimizer), [group.rank for group in optimizer.refresh_groups])
     norms = optimizer.column_norms.bytes_reduced() if settings.norm == "l2" else 0
     others = f"{norms / MIB:.2f} MiB of column norms on every step" if norms else "nothing on other steps"
     more = f" ({100 * (padded - stock) / stock:+.2f} %)" if stock else ""
     return [
         f"dobb: param/grad buffers of {padded:,} elements, {padded - stock:,} more than AdamW's{more}",
-        f"dobb: state of this rank: momentum {momenta / MIB:.1f} MiB, moments {moments / MIB:.1f} MiB, "
-        f"bases {bases / MIB:.1f} MiB; captured sums of a refresh step {transient / MIB:.1f} MiB at most",
-        f"dobb: sent by this rank on a refresh step: {reduced / MIB:.2f} MiB reduce-scattered, "
-        f"{to_owners / MIB:.2f} MiB to owners, {to_holders / MIB:.2f} MiB of bases; {others}",
-        *_balance_lines(groups),
+        f"dobb: state of this rank: momentum {of_rank.momentum / MIB:.1f} MiB, "
+        f"moments {of_rank.moments / MIB:.1f} MiB, bases {of_rank.bases / MIB:.1f} MiB; "
+        f"captured sums of a refresh step {of_rank.sums / MIB:.1f} MiB, its highest point {peak / MIB:.1f} MiB",
+        f"dobb: sent by this rank on a refresh step: {of_rank.reduced / MIB:.2f} MiB reduce-scattered, "
+        f"{of_rank.to_owners / MIB:.2f} MiB to owners, {of_rank.to_holders / MIB:.2f} MiB of bases; {others}",
+        *_balance_lines(optimizer.refresh_groups),
     ]
 
 
@@ -99,5 +94,24 @@ def _balance_lines(groups: Sequence[RefreshGroup]) -> Iterator[str]:
         )
 
 
-def _captured_blocks(optimizer: DobbDistributedOptimizer) -> list[tuple[int, int]]:
-    return [(g.width, w.blocks) for g in optimizer.refresh_groups for w in g.weights]
+def rank_costs(optimizer: DobbDistributedOptimizer) -> RankCosts:
+    """Bytes of state and of a refresh on this rank."""
+    costs = momentum_costs(sum(s.momentum.numel() for group in optimizer.segments for s in group))
+    for group, found in zip(optimizer.refresh_groups, group_costs(optimizer), strict=True):
+        costs += found.of(group.rank)
+    return costs
+
+
+def group_costs(optimizer: DobbDistributedOptimizer) -> list[WidthCosts]:
+    """Of each refresh group, on all its ranks."""
+    found = []
+    for group in optimizer.refresh_groups:
+        by_width = refresh_costs(
+            group.ownership,
+            {weight.key: weight.blocks for weight in group.weights},
+            moment_bytes=group.moment.element_size(),
+            basis_bytes=group.basis.element_size(),
+            transport_bytes=group.transport_dtype.itemsize,
+        )
+        found.append(by_width[group.width])
+    return found

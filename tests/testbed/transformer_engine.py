@@ -173,11 +173,17 @@ class LayerNormLinear(_Parallel):
         zero_centered_gamma: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(in_features, out_features, **kwargs)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        self.layer_norm_weight = nn.Parameter(torch.full((in_features,), float(not zero_centered_gamma)))
-        bias = nn.Parameter(torch.zeros(in_features)) if normalization != "RMSNorm" else None
+        self.normalized = in_features
+        super().__init__(in_features, out_features, **kwargs)
+
+    def _make_weights(self, init_method: Any, dtype: torch.dtype) -> None:
+        # Before the weight, as Transformer Engine registers them.
+        gamma = torch.full((self.normalized,), float(not self.zero_centered_gamma))
+        self.layer_norm_weight = nn.Parameter(gamma)
+        bias = nn.Parameter(torch.zeros(self.normalized)) if self.normalization != "RMSNorm" else None
         self.register_parameter("layer_norm_bias", bias)
+        super()._make_weights(init_method, dtype)
 
 
 class GroupedLinear(_Parallel):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import payload
 from .optimizers import newton_schulz
 from .results import Command, Result
 from .runs import Method, MissingPart, dobb
@@ -164,8 +165,8 @@ def table3(layouts: Sequence[str] = tuple(LAYOUTS)) -> list[Result]:
         refreshes.append((name, first.matrices, first.triangles, first.scattered[0], others, first.padding))
     for world in sorted({LAYOUTS[name]["world"] for name in layouts}):
         for name, shards, formula, expected in (
-            ("Muon", muon_shards, "m n", ROWS * COLUMNS),
-            ("Dion", dion_shards, "r (m + n)", RANK * (ROWS + COLUMNS)),
+            ("Muon", muon_shards, "m n", payload.muon(ROWS, COLUMNS)),
+            ("Dion", dion_shards, "r (m + n)", payload.dion(ROWS, COLUMNS, RANK)),
         ):
             (elements,) = set(processes.run(world, shards))
             how = f"measured, {ROWS} x {COLUMNS}" + (f", r = {RANK}" if name == "Dion" else "")

@@ -1,0 +1,77 @@
+"""What would work instead: block counts and tensor-parallel sizes for the same model."""
+
+from dataclasses import dataclass, replace
+
+from megatron_dobb.blocks import workable_counts
+from megatron_dobb.errors import ConfigError
+
+from .plan import Request, lay_out_stage, unlike_stages
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+TENSOR_SIZES = (1, 2, 4, 8, 16)
+MOST = 12
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A layout that works.
+
+    Attributes:
+        what: the flag and its value.
+        unit: the widest alignment unit.
+        padding: of all elements, on the stage that has the most.
+    """
+
+    what: str
+    unit: int
+    padding: float
+
+
+def try_out(request: Request, what: str) -> Alternative | None:
+    """Lay a request out, without owners; None if it cannot be."""
+    try:
+        buffers = [buffer for _, chunks in unlike_stages(request) for buffer in lay_out_stage(request, chunks)]
+    except ConfigError:
+        return None
+    return Alternative(
+        what, max(b.unit for b in buffers), max(b.padding / b.stock if b.stock else 0.0 for b in buffers)
+    )
+
+
+def alternatives(request: Request) -> list[Alternative]:
+    """Block counts for all weights, and tensor-parallel sizes with the blocks that were asked for, that work.
+
+    The nearest ones to what was asked, at most `MOST` of each.
+    """
+    found: list[Alternative | None] = []
+    asked = request.config.blocks if isinstance(request.config.blocks, int) else 16
+    counts = sorted({*COUNTS, *_counts_of_model(request)}, key=lambda count: (_distance(count, asked), count))
+    for count in counts:
+        if sum(each is not None for each in found) == MOST:
+            break
+        config = replace(request.config, blocks=count, block_width=None)
+        found.append(try_out(replace(request, config=config), f"--blocks {count}"))
+    tensor = request.parallel.tensor
+    for size in TENSOR_SIZES:
+        # As many ranks, where that is possible.
+        ranks = request.parallel.data * tensor
+        if size != tensor and ranks % size == 0:
+            parallel = {"tensor": size, "data": ranks // size}
+            found.append(_with_layout(request, parallel, f"--tp {size} --dp {ranks // size}"))
+    return [each for each in found if each is not None]
+
+
+def _with_layout(request: Request, changes: dict[str, int], what: str) -> Alternative | None:
+    try:
+        return try_out(replace(request, parallel=replace(request.parallel, **changes)), what)
+    except ConfigError:  # expert parallelism does not fit
+        return None
+
+
+def _counts_of_model(request: Request) -> list[int]:
+    """Block counts that divide the model's width; others cannot work."""
+    return [count for count in workable_counts(request.sizes.hidden_size) if count <= 256]
+
+
+def _distance(count: int, asked: int) -> float:
+    return max(count / asked, asked / count)

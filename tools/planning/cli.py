@@ -1,0 +1,77 @@
+"""What Dobb would cost on a model and a parallel layout: blocks, padding, memory, bytes and time of its ranks."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from megatron_dobb.errors import BlockError, ConfigError, LayoutError
+
+from ..reproduction.results import show
+from .alternatives import COUNTS, alternatives
+from .arguments import read
+from .plan import Request, plan
+from .request import request_of
+from .summary import heaviest, plan_data, refusal_data, stage_data
+from .tables import refusal_table, tables, trade_off
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Plan, print and write; the exit status: 2 if it cannot be."""
+    console = Console(width=None if os.isatty(1) else 140)
+    try:
+        options, ignored = read(sys.argv[1:] if words is None else words)
+        request, notes = request_of(options)
+    except ConfigError as error:
+        return _refuse(console, error)
+    try:
+        stages = plan(request)
+    except (BlockError, LayoutError) as error:
+        _refuse(console, error)
+        data = refusal_data(request, str(error), alternatives(request), notes, ignored)
+        show(console, [refusal_table(data["alternatives"])])
+        _save(data, options.json)
+        return 2
+    except ConfigError as error:
+        return _refuse(console, error)
+    data = plan_data(request, stages, notes, ignored)
+    name = options.preset or (str(options.args) if options.args else "a model of the given sizes")
+    console.print(f"{name}: {request.parallel}, {request.parallel.ranks:,} ranks", style="bold", highlight=False)
+    for note in notes:
+        console.print(f"  {note}", highlight=False, markup=False)
+    if ignored:
+        console.print(f"  not looked at in {options.args}: {' '.join(ignored)}", highlight=False, markup=False)
+    show(console, tables(data))
+    if options.plot is not None:
+        data["trade_off"] = _trade_off(request, console)
+        trade_off(data["trade_off"], options.plot)
+    _save(data, options.json)
+    return 0
+
+
+def _trade_off(request: Request, console: Console) -> list[dict[str, Any]]:
+    """The heaviest rank's figures for every usual B that works."""
+    points = []
+    for count in track(COUNTS, "planning for every B", console=console, transient=True):
+        config = replace(request.config, blocks=count, block_width=None)
+        try:
+            stages = plan(replace(request, config=config))
+        except ConfigError:
+            continue
+        points.append({"blocks": count} | heaviest([stage_data(stage) for stage in stages]))
+    return points
+
+
+def _save(data: dict[str, Any], path: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _refuse(console: Console, error: Exception) -> int:
+    console.print(f"error: {error}", style="red", highlight=False, markup=False)
+    return 2
