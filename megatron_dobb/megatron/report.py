@@ -64,9 +64,7 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
     transient = sum(4 * width * width * blocks for width, blocks in _captured_blocks(optimizer))
     reduced = sum(4 * g.flow.chunk * g.ranks for g in groups if g.ranks > 1)
     to_owners = sum(4 * sum(g.moment_send_sizes) for g in groups if g.ranks > 1)
-    to_holders = sum(
-        p.numel() * g.width**2 * g.basis.element_size() for g in groups for p in g.basis_sends.values() if g.ranks > 1
-    )
+    to_holders = sum(g.sent_positions.numel() * g.block_bytes for g in groups)
     norms = optimizer.column_norms.bytes_reduced() if settings.norm == "l2" else 0
     others = f"{norms / MIB:.2f} MiB of column norms on every step" if norms else "nothing on other steps"
     more = f" ({100 * (padded - stock) / stock:+.2f} %)" if stock else ""
