@@ -139,6 +139,20 @@ class Ownership:
         return sum(self.widths[key] ** 2 for key, _ in blocks)
 
     @cached_property
+    def cuts(self) -> frozenset[Block]:
+        """The blocks at which what some rank keeps of a weight's bases begins, or ends just before.
+
+        Between two of them, a rank keeps all bases or none.
+        """
+        cuts = set(self.moved()) | {(key, number + 1) for key, number in self.moved()}
+        for held in self.holdings:
+            for key, blocks in held.items():
+                inside = frozenset(blocks)
+                cuts.update((key, n) for n in inside if n - 1 not in inside)
+                cuts.update((key, n + 1) for n in inside if n + 1 not in inside)
+        return frozenset(cuts)
+
+    @cached_property
     def moment_flow(self) -> "FlatExchange":
         """What of the sums of all ranks goes where: the triangle of every block to its owner, then the token count of
         every weight to all owners of its blocks."""
