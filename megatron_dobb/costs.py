@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import repeat
 
-from .owners import Ownership
+from .owners import Ownership, triangle
 
 MOMENTUM_BYTES = 4
 """Of one element of the momentum, which is fp32 whatever the weight is."""
@@ -75,11 +75,6 @@ class RankCosts:
 def momentum_costs(elements: int) -> RankCosts:
     """Of a rank whose shards hold so many elements of managed weights."""
     return RankCosts(momentum=MOMENTUM_BYTES * elements)
-
-
-def triangle(width: int) -> int:
-    """Elements of one triangle of a symmetric block, its diagonal included."""
-    return width * (width + 1) // 2
 
 
 @dataclass

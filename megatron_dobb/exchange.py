@@ -18,7 +18,6 @@ All splits are fixed at construction. A group of one rank communicates nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from .errors import CaptureError, LayoutError
 from .moment import pack_triangle, refresh_, unpack_triangle
 from .ops import Backend, refresh_basis
 from .orthogonalize import Method
-from .owners import Block, FlatExchange, Ownership
+from .owners import Block, Ownership, triangle
 
 
 @dataclass(frozen=True)
@@ -159,17 +158,11 @@ class RefreshGroup:
         position = {block: i for i, block in enumerate(self.kept)}
         self.owned_positions = positions(self.owned)
         sends, receives = self.ownership.basis_sends(self.rank), self.ownership.basis_receives(self.rank)
-        # Most of the ranks get no basis from this one, only counts.
-        self.basis_sends = {rank: positions(blocks) for rank, blocks in enumerate(sends) if blocks}
-        self.basis_receives = {rank: positions(blocks) for rank, blocks in enumerate(receives) if blocks}
-        block_bytes = self.width**2 * basis_dtype.itemsize
-        self.basis_send_sizes = [COUNTS_BYTES + len(blocks) * block_bytes for blocks in sends]
-        self.basis_receive_sizes = [COUNTS_BYTES + len(blocks) * block_bytes for blocks in receives]
-        self.send_starts = list(accumulate(self.basis_send_sizes, initial=0))
-        self.receive_starts = list(accumulate(self.basis_receive_sizes, initial=0))
-        counts = torch.arange(COUNTS_BYTES, device=device)
-        self.sent_counts = torch.tensor(self.send_starts[:-1], device=device)[:, None] + counts
-        self.received_counts = torch.tensor(self.receive_starts[:-1], device=device)[:, None] + counts
+        self.sent_positions = positions([block for message in sends for block in message])
+        self.received_positions = positions([block for message in receives for block in message])
+        self.block_bytes = self.width**2 * basis_dtype.itemsize
+        self.basis_send_sizes = [COUNTS_BYTES + len(blocks) * self.block_bytes for blocks in sends]
+        self.basis_receive_sizes = [COUNTS_BYTES + len(blocks) * self.block_bytes for blocks in receives]
         self.basis = torch.eye(self.width, dtype=basis_dtype, device=device).repeat(len(self.kept), 1, 1)
         self.moment = torch.zeros(len(self.owned), self.width, self.width, dtype=moment_dtype, device=device)
         self._plan_moments()
@@ -232,14 +225,10 @@ class RefreshGroup:
     # Construction.
 
     def _plan_moments(self) -> None:
-        """Fix what of the flat buffer goes where: all triangles, each to its owner, then all token counts."""
-        owners = self.ownership.owners
-        self.triangle = self.width * (self.width + 1) // 2
+        """Fix what of the flat buffer this rank sends where, and what it gets."""
+        self.triangle = triangle(self.width)
         self.first_token = sum(w.blocks for w in self.weights) * self.triangle
-        triangles = [{owner} for w in self.weights for owner in owners[w.key]]
-        counts = [set(owners[w.key]) for w in self.weights]
-        lengths = [self.triangle] * len(triangles) + [self.count_terms] * len(counts)
-        self.flow = FlatExchange(lengths, triangles + counts, self.ranks)
+        self.flow = self.ownership.moment_flow(self.count_terms)
         self.moment_sends = self.flow.sends(self.rank)
         self.moment_send_sizes = [sum(end - start for start, end in ranges) for ranges in self.moment_sends]
         self.moment_receive_sizes = self.flow.receive_sizes(self.rank)
@@ -313,18 +302,32 @@ class RefreshGroup:
         """
         if self.ranks == 1:
             return counts[None]
-        outgoing = counts.new_empty(self.send_starts[-1], dtype=torch.uint8)
-        outgoing[self.sent_counts] = counts.view(torch.uint8)
-        for rank, positions in self.basis_sends.items():
-            blocks = outgoing[self.send_starts[rank] + COUNTS_BYTES : self.send_starts[rank + 1]]
-            blocks.copy_(self.basis[positions].flatten().view(torch.uint8))
-        received = outgoing.new_empty(self.receive_starts[-1])
+        heads = counts.view(torch.uint8).repeat(self.ranks)
+        blocks = self.basis.index_select(0, self.sent_positions).flatten().view(torch.uint8)
+        sizes = _pieces(self.basis_send_sizes)
+        pairs = zip(heads.split(sizes[::2]), blocks.split(sizes[1::2]), strict=True)
+        outgoing = torch.cat([piece for pair in pairs for piece in pair])
+        received = outgoing.new_empty(sum(self.basis_receive_sizes))
         dist.all_to_all_single(received, outgoing, self.basis_receive_sizes, self.basis_send_sizes, group=self.group)
-        for rank, positions in self.basis_receives.items():
-            blocks = received[self.receive_starts[rank] + COUNTS_BYTES : self.receive_starts[rank + 1]]
-            # A clone starts at an aligned address, which a view of another dtype needs.
-            self.basis[positions] = blocks.clone().view(self.basis.dtype).view(-1, self.width, self.width)
-        return received[self.received_counts].view(torch.int32)
+        # What is joined anew starts at an aligned address, which a view of another dtype needs.
+        pieces = received.split(_pieces(self.basis_receive_sizes))
+        arrived = torch.cat(pieces[1::2]).view(self.basis.dtype).view(-1, self.width, self.width)
+        self.basis.index_copy_(0, self.received_positions, arrived)
+        return torch.cat(pieces[::2]).view(torch.int32).view(self.ranks, -1)
+
+
+def _pieces(sizes: Sequence[int]) -> list[int]:
+    """Cut messages of some sizes, one after another, into bytes of counts and bytes of blocks by turns.
+
+    Most ranks get no blocks from another, only counts; those of neighbours are one piece.
+    """
+    pieces, counts = [], 0
+    for size in sizes:
+        counts += COUNTS_BYTES
+        if size > COUNTS_BYTES:
+            pieces += [counts, size - COUNTS_BYTES]
+            counts = 0
+    return [*pieces, counts, 0]
 
 
 def _split(count: int, dtype: torch.dtype, terms: int) -> Tensor:

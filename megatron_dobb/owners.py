@@ -21,6 +21,11 @@ Holdings = Sequence[Mapping[str, Collection[int]]]
 """For every rank of a group, the blocks of each weight of which it holds at least one row."""
 
 
+def triangle(width: int) -> int:
+    """Elements of a symmetric block that travel."""
+    return width * (width + 1) // 2
+
+
 def assign(holdings: Holdings, widths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """The owner of every block, shared out by work as `share` says.
 
@@ -134,6 +139,37 @@ class Ownership:
         return sum(self.widths[key] ** 2 for key, _ in blocks)
 
     @cached_property
+    def cuts(self) -> frozenset[Block]:
+        """The blocks at which what some rank keeps of a weight's bases begins, or ends just before.
+
+        Between two of them, a rank keeps all bases or none.
+        """
+        cuts = set(self.moved()) | {(key, number + 1) for key, number in self.moved()}
+        for held in self.holdings:
+            for key, blocks in held.items():
+                inside = frozenset(blocks)
+                cuts.update((key, n) for n in inside if n - 1 not in inside)
+                cuts.update((key, n + 1) for n in inside if n + 1 not in inside)
+        return frozenset(cuts)
+
+    def moment_flow(self, count_terms: int = 1) -> "FlatExchange":
+        """What of the sums of all ranks goes where: the triangle of every block to its owner, then the token count of
+        every weight, in so many numbers, to all owners of its blocks."""
+        if count_terms not in self._flows:
+            self._flows[count_terms] = self._moment_flow(count_terms)
+        return self._flows[count_terms]
+
+    @cached_property
+    def _flows(self) -> dict[int, "FlatExchange"]:
+        return {}
+
+    def _moment_flow(self, count_terms: int) -> "FlatExchange":
+        triangles = [(triangle(self.widths[key]), {rank}) for key, ranks in self.owners.items() for rank in ranks]
+        counts = [(count_terms, set(ranks)) for ranks in self.owners.values()]
+        lengths, destinations = zip(*triangles, *counts, strict=True) if triangles else ((), ())
+        return FlatExchange(lengths, destinations, len(self.holdings))
+
+    @cached_property
     def _holders(self) -> dict[Block, list[int]]:
         return _holders(self.holdings)
 
@@ -205,9 +241,7 @@ class FlatExchange:
     def receive_sizes(self, rank: int) -> list[int]:
         """For every source, the elements that it sends to `rank`."""
         sizes = [0] * self.ranks
-        for segment, wanted_by in enumerate(self.destinations):
-            if rank not in wanted_by:
-                continue
+        for segment in self._wanted_by[rank]:
             start, end = self._bounds[segment], self._bounds[segment + 1]
             while start < end:
                 source = start // self.chunk
@@ -215,6 +249,15 @@ class FlatExchange:
                 sizes[source] += stop - start
                 start = stop
         return sizes
+
+    @cached_property
+    def _wanted_by(self) -> list[list[int]]:
+        """The segments that each rank wants."""
+        wanted: list[list[int]] = [[] for _ in range(self.ranks)]
+        for segment, ranks in enumerate(self.destinations):
+            for rank in ranks:
+                wanted[rank].append(segment)
+        return wanted
 
     @cached_property
     def _bounds(self) -> list[int]:

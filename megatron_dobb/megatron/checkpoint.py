@@ -6,7 +6,7 @@ on the layout. Everything else that a reader has to know is in `Saved`, plain nu
 metadata, which is read before anything is asked of the checkpoint.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -194,7 +194,7 @@ class StateOfBlocks:
                 continue
             first, _ = self._stored_blocks(group, run, saved_width)
             for number in range(run.count):
-                column = (self.weights[run.name].first_block + run.first + number) * group.width
+                column = self._column(group, (run.name, run.first + number))
                 inside = column % saved_width
                 part = slice(inside, inside + group.width)
                 target[run.place + number] = blocks[column // saved_width - first][part, part]
@@ -214,14 +214,32 @@ class StateOfBlocks:
             group.basis.copy_(torch.eye(group.width, dtype=group.basis.dtype, device=group.basis.device))
 
     def _wanted(self, saved: Saved) -> Iterator[tuple[RefreshGroup, str, Run, int]]:
-        """What to read, and the width that it was saved in."""
+        """What to read, and the width that it was saved in.
+
+        Megatron takes what several ranks read from the same offset on for the same data. So it must have one length:
+        runs end where those of any rank do, and do not go on from one stored block to the next if that is wider.
+        """
         for group in self.groups:
-            for kind, blocks in ((MOMENT, group.owned), (BASIS, group.kept)):
-                for run in runs(blocks):
+            cuts = group.ownership.cuts
+
+            def begins_stored_block(block: Block, group: RefreshGroup = group) -> bool:
+                saved_width = self._readable_width(group, block[0], saved) or group.width
+                return self._column(group, block) % saved_width == 0 and saved_width > group.width
+
+            for kind, blocks, begins in (
+                (MOMENT, group.owned, begins_stored_block),
+                (BASIS, group.kept, cuts.__contains__),
+            ):
+                for run in runs(blocks, begins=begins):
                     saved_width = self._readable_width(group, run.name, saved)
                     # The bases of wider blocks say nothing of parts of them: they start anew from their moments.
                     if saved_width is not None and (kind == MOMENT or saved_width == group.width):
                         yield group, kind, run, saved_width
+
+    def _column(self, group: RefreshGroup, block: Block) -> int:
+        """The first column of a block in the whole weight."""
+        name, number = block
+        return (self.weights[name].first_block + number) * group.width
 
     def _readable_width(self, group: RefreshGroup, name: str, saved: Saved) -> int | None:
         if (saved.side, saved.source) != (self.config.side, self.config.source):
@@ -231,7 +249,7 @@ class StateOfBlocks:
 
     def _stored_blocks(self, group: RefreshGroup, run: Run, saved_width: int) -> tuple[int, int]:
         """The first and the number of the saved blocks that contain a run of this rank's blocks."""
-        start = (self.weights[run.name].first_block + run.first) * group.width
+        start = self._column(group, (run.name, run.first))
         first, last = start // saved_width, (start + run.count * group.width - 1) // saved_width
         return first, last - first + 1
 
@@ -249,17 +267,22 @@ class StateOfBlocks:
         )
 
 
-def runs(blocks: Sequence[Block], only: Container[Block] | None = None) -> Iterator[Run]:
+def runs(
+    blocks: Sequence[Block],
+    only: Container[Block] | None = None,
+    begins: Callable[[Block], bool] = lambda block: False,
+) -> Iterator[Run]:
     """Group the blocks of a rank's tensor into runs of consecutive ones of a weight.
 
     Args:
         blocks: in the tensor's order.
         only: leave all others out.
+        begins: whether a run must begin with a block, even if it could go on.
     """
     run: Run | None = None
     for place, block in enumerate(blocks):
         wanted = only is None or block in only
-        if run and wanted and block == (run.name, run.first + run.count):
+        if run and wanted and block == (run.name, run.first + run.count) and not begins(block):
             run = replace(run, count=run.count + 1)
             continue
         if run:

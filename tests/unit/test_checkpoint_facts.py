@@ -93,3 +93,15 @@ def test_runs_list_every_block_once_in_as_few_pieces_as_possible(blocks):
     assert [(run.name, run.first + i) for run in found for i in range(run.count)] == ordered
     assert [run.place for run in found] == [ordered.index((run.name, run.first)) for run in found]
     assert all((run.name, run.first + run.count) not in blocks for run in found)
+
+
+@given(st.sets(st.tuples(st.sampled_from("ab"), st.integers(0, 9))), st.integers(1, 4))
+def test_runs_end_where_they_must_and_leave_out_what_is_not_wanted(blocks, multiple):
+    ordered = sorted(blocks)
+    wanted = {(name, number) for name, number in ordered if name == "a" or number % 3}
+    found = list(runs(ordered, only=wanted, begins=lambda block: block[1] % multiple == 0))
+    assert [(run.name, run.first + i) for run in found for i in range(run.count)] == sorted(wanted)
+    assert [ordered[run.place] for run in found] == [(run.name, run.first) for run in found]
+    assert all((run.first + run.count - 1) // multiple == run.first // multiple for run in found)
+    joined = [run for run in found if (run.name, run.first + run.count) in wanted]
+    assert all((run.first + run.count) % multiple == 0 for run in joined)

@@ -170,6 +170,18 @@ def test_llama_8b_keeps_the_share_of_state_that_the_design_states(shards: int, k
     assert sum(bytes_kept) / shards / all_of_it == pytest.approx(kept, abs=0.006)
 
 
+@settings(max_examples=100, deadline=None)
+@given(groups())
+def test_between_two_cuts_a_rank_keeps_all_bases_of_a_weight_or_none(group: Group) -> None:
+    owners = Ownership.share_out(*group)
+    for rank in range(len(owners.holdings)):
+        kept = frozenset(owners.kept_by(rank))
+        for key, ranks in owners.owners.items():
+            for number in range(1, len(ranks)):
+                if (key, number) not in owners.cuts:
+                    assert ((key, number) in kept) == ((key, number - 1) in kept)
+
+
 # -- Sums from chunks to owners ----------------------------------------------------------------------------------
 
 
