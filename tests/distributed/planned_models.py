@@ -59,6 +59,7 @@ LAYOUTS = {
     "EP 2": Parallel(tensor=2, expert=2, sequence_parallel=True),
     "uneven PP 2": Parallel(pipeline=2, first_layers=1),
     "embedding counted, PP 3": Parallel(pipeline=3, count_embedding=True, count_loss=True),
+    "embedding counted, PP 3, 2 chunks": Parallel(pipeline=3, chunks=2, count_embedding=True, count_loss=True),
     "PP 2, 2 chunks": Parallel(pipeline=2, chunks=2),
 }
 
