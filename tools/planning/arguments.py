@@ -142,6 +142,7 @@ def _dobb_flags(parser: argparse.ArgumentParser) -> None:
     add("refresh-interval", type=whole, default=ABSENT, metavar="T", help="steps between refreshes")
     add("iterations", type=whole, default=ABSENT, metavar="k", help="orthogonal iterations of a refresh")
     add("moment-dtype", choices=("fp32", "bf16"), default=ABSENT)
+    add("moment-transport", choices=("fp32", "bf16"), default=ABSENT)
     add("basis-dtype", choices=("fp32", "bf16"), default=ABSENT)
     add("precision", choices=PRECISIONS, default=ABSENT)
     add("qr", choices=QR_METHODS, default=ABSENT)

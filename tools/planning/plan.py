@@ -194,13 +194,13 @@ def plan(request: Request) -> list[StagePlan]:
     found = []
     for stages, chunks in unlike_stages(request):
         buffers = lay_out_stage(request, chunks)
-        managed = {name: weight for chunk in chunks for name, weight in chunk.chosen.managed.items()}
         ranks = ranks_of_stage(
             buffers,
-            managed,
+            [chunk.chosen.managed for chunk in chunks],
             request.parallel,
             moment_bytes=DTYPES[request.config.moment_dtype].itemsize,
             basis_bytes=DTYPES[request.config.basis_dtype].itemsize,
+            transport_bytes=DTYPES[request.config.moment_transport].itemsize,
         )
         found.append(StagePlan(request, stages, chunks, buffers, ranks))
     return found

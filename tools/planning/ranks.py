@@ -23,12 +23,12 @@ class RankSet:
     Attributes:
         weights: by name.
         ownership: owners and holders of their blocks.
-        costs: by width.
+        costs: of each width in each model chunk, which are refreshed one after another.
     """
 
     weights: Mapping[str, Managed]
     ownership: Ownership
-    costs: dict[int, WidthCosts]
+    costs: list[WidthCosts]
 
     @property
     def ranks(self) -> int:
@@ -37,13 +37,13 @@ class RankSet:
 
     def like(self, place: int) -> tuple[tuple[int, ...], ...]:
         """The same for ranks of the set with the same figures."""
-        return tuple(costs.counted(place) for costs in self.costs.values())
+        return tuple(costs.counted(place) for costs in self.costs)
 
     def add_to(self, kind: "RankKind", place: int) -> None:
         """Add what a rank of the set holds, sends and refreshes."""
-        for width, costs in self.costs.items():
+        for costs in self.costs:
             kind.costs += costs.of(place)
-            kind.owned[width] += costs.owned[place]
+            kind.owned[costs.width] += costs.owned[place]
 
 
 @dataclass
@@ -162,20 +162,19 @@ def _numbered(part: RankSet | Shards, places: int) -> list[int]:
 
 def ranks_of_stage(
     buffers: Sequence[Buffer],
-    managed: Mapping[str, Managed],
+    chunks: Sequence[Mapping[str, Managed]],
     parallel: Parallel,
-    *,
-    moment_bytes: int,
-    basis_bytes: int,
+    **element_bytes: int,
 ) -> StageRanks:
     """Share out the blocks of a stage, and count.
 
     Args:
         buffers: of all its chunks.
-        managed: its weights on Dobb.
+        chunks: the weights on Dobb of each of its chunks.
         parallel: of the layout.
-        moment_bytes, basis_bytes: of an element of a moment and of a basis.
+        element_bytes: see `costs.refresh_costs`.
     """
+    managed = {name: weight for chunk in chunks for name, weight in chunk.items()}
     sizes = {"dense": parallel.shards, "over tensor": parallel.stage_ranks, "expert": parallel.expert_shards}
     holdings: dict[str, list[dict[str, tuple[int, ...]]]] = {}
     shards: dict[bool, Shards] = {}
@@ -192,8 +191,11 @@ def ranks_of_stage(
     for name, of_ranks in holdings.items():
         weights = {key: weight for key, weight in managed.items() if weight.ranks == name}
         ownership = Ownership.share_out(of_ranks, {key: weight.width for key, weight in weights.items()})
-        blocks = {key: weight.local_blocks for key, weight in weights.items()}
-        costs = refresh_costs(ownership, blocks, moment_bytes=moment_bytes, basis_bytes=basis_bytes)
+        costs: list[WidthCosts] = []
+        for chunk in chunks:
+            blocks = {key: weight.local_blocks for key, weight in chunk.items() if weight.ranks == name}
+            part = ownership.part(blocks) if len(blocks) < len(weights) else ownership
+            costs += refresh_costs(part, blocks, **element_bytes).values()
         sets[name] = RankSet(weights, ownership, costs)
     return StageRanks(parallel, sets, shards)
 
