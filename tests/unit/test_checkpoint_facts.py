@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import testbed
@@ -14,7 +14,8 @@ testbed.enable()
 from megatron_dobb.config import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
 from megatron_dobb.errors import CheckpointError  # noqa: E402
 from megatron_dobb.megatron import others  # noqa: E402
-from megatron_dobb.megatron.checkpoint import FORMAT_VERSION, METADATA, Saved, runs  # noqa: E402
+from megatron_dobb.megatron.checkpoint import FORMAT_VERSION, METADATA, Saved, StateOfBlocks, WeightInModel, runs  # noqa: E402
+from megatron_dobb.owners import Ownership  # noqa: E402
 
 CONFIG = DobbConfig(blocks=4, blocks_for={"*.linear_fc2": 8}, exclude=("*.linear_proj",))
 SAVED = Saved.of(CONFIG, attempted_steps=7, capture_sequences=12, experts_apart=False)
@@ -105,3 +106,31 @@ def test_runs_end_where_they_must_and_leave_out_what_is_not_wanted(blocks, multi
     assert all((run.first + run.count - 1) // multiple == run.first // multiple for run in found)
     joined = [run for run in found if (run.name, run.first + run.count) in wanted]
     assert all((run.first + run.count) % multiple == 0 for run in joined)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sets(st.integers(0, 7)), min_size=2, max_size=4),
+    st.lists(st.integers(0, 3), min_size=8, max_size=8),
+    st.sampled_from([1, 2, 4]),
+)
+def test_what_ranks_read_from_one_offset_on_has_one_length(held, wanted_owners, ratio):
+    """Megatron takes it for the same data. Blocks are of width 8, and `ratio` times as wide in the checkpoint."""
+    owners = tuple(rank % len(held) for rank in wanted_owners)
+    everything = Ownership([{"w": tuple(sorted(blocks))} for blocks in held], {"w": 8}, {"w": owners})
+    config = DobbConfig(blocks=8)
+    saved = Saved.of(DobbConfig(blocks=8 // ratio), attempted_steps=1, capture_sequences=1, experts_apart=False)
+    lengths: dict[tuple, set] = {}
+    for rank in range(len(held)):
+        group = SimpleNamespace(
+            owned=everything.owned_by(rank), kept=everything.kept_by(rank), ownership=everything, width=8, rank=rank
+        )
+        state = StateOfBlocks([group], {"w": WeightInModel(64, 0, 0)}, config).to_load(saved)
+        read = [tensor for kind in state.values() for tensor in kind.values()]
+        for tensor in read:
+            lengths.setdefault((tensor.key, tensor.global_offset), set()).add(tensor.local_shape)
+        blocks = [
+            tensor.global_offset[0] + i for tensor in state["moment"].values() for i in range(tensor.local_shape[0])
+        ]
+        assert set(blocks) == {number // ratio for _, number in group.owned}
+    assert all(len(shapes) == 1 for shapes in lengths.values())
