@@ -40,6 +40,7 @@ def _head(request: Request, notes: list[str], ignored: list[str]) -> dict[str, A
         "refresh_interval",
         "iterations",
         "moment_dtype",
+        "moment_transport",
         "basis_dtype",
         "precision",
         "qr",
