@@ -68,8 +68,8 @@ def test_of_the_blocks_that_suffice_the_narrowest_moves():
     widths = {"wide": 2 * WIDE, "narrow": WIDE, "other": 2 * WIDE}
     holders = {("wide", block): [0] for block in range(6)} | {("other", block): [1] for block in range(4)}
     assert list(share(holders, widths, ranks=2).values()).count(0) == 6, "6 are 1.2 times the mean"
-    owners = share(holders | {("narrow", 0): [0]}, widths, ranks=2)
-    assert owners["narrow", 0] == 1
+    owners = share(holders | {("narrow", 0): [0], ("narrow", 1): [0]}, widths, ranks=2)
+    assert (owners["narrow", 0], owners["narrow", 1]) == (1, 0)
     assert all(owners[block] == ranks[0] for block, ranks in holders.items())
 
 
