@@ -35,22 +35,27 @@ class Task[T]:
         else:
             self.future.set_result(found)
 
+    def wait(self) -> None:
+        """Wait until it is done. On a GPU, what the caller's stream is given from now on waits for it too."""
+        self.future.exception()
+        if self.ended is not None:
+            torch.cuda.current_stream().wait_event(self.ended)
+
     def result(self) -> T:
-        """Wait until it is done. On a GPU, what the caller's stream is given from now on waits for it too.
+        """What the call returned, after `wait`.
 
         Raises:
             BaseException: what the call raised.
         """
-        found = self.future.result()
-        if self.ended is not None:
-            torch.cuda.current_stream().wait_event(self.ended)
-        return found
+        self.wait()
+        return self.future.result()
 
 
 class Worker:
     """Does calls one after another, in the order in which they were given, while the program goes on.
 
-    The thread is a daemon: a program that ends by an error does not wait for it.
+    The thread is a daemon: a program that ends by an error does not wait for it. It starts with the first call, when a
+    training has forked the workers of its data loaders.
 
     Args:
         device: where the calls compute. On a CUDA device they have a stream of their own, on which each waits for
@@ -61,8 +66,7 @@ class Worker:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._tasks, self.stream), name="dobb-refresh", daemon=True)
-        thread.start()
+        self._thread: threading.Thread | None = None
         weakref.finalize(self, self._tasks.put, None)
 
     def submit[T](self, call: Callable[[], T], reads: Iterable[Tensor] = ()) -> Task[T]:
@@ -77,6 +81,10 @@ class Worker:
             began = torch.cuda.current_stream(self.device).record_event()
             for tensor in reads:
                 tensor.record_stream(self.stream)
+        if self._thread is None:
+            arguments = (self._tasks, self.stream)
+            self._thread = threading.Thread(target=_work, args=arguments, name="dobb-refresh", daemon=True)
+            self._thread.start()
         task = Task(call, began)
         self._tasks.put(task)
         return task

@@ -17,7 +17,7 @@ from ..config import DobbConfig
 from ..errors import ConfigError
 from ..exchange import HeldWeight, RefreshCounts
 from ..owners import work
-from ..schedule import phases
+from ..schedule import is_due, phases
 from .diagnostics import Diagnostics
 from .groups import MomentGroups
 from .manage import ChunkPlan, ManagedWeight
@@ -247,11 +247,12 @@ class DobbDistributedOptimizer(ResumableOptimizer):
     def prepare_grads(self) -> bool:
         """Refresh the bases if this step is due, whatever becomes of its gradients, then Megatron's own work."""
         if not self.is_stub_optimizer:
-            if self.refreshes.is_due():
+            if self.dobb.captures:
+                self.refreshes.finish()
+                self.refresh_is_asked = False
+            elif self.dobb.source == "gram" and is_due(self.attempted_steps, 0, self.dobb.refresh_interval):
                 # Moments of the gradient wait until Megatron has judged it; a skipped step leaves its refresh due.
-                self.refresh_is_asked = not self.dobb.captures
-                if self.dobb.captures:
-                    self.refreshes.finish()
+                self.refresh_is_asked = True
             self.attempted_steps += 1
             self._begin_step()
         return super().prepare_grads()

@@ -94,10 +94,6 @@ class Refreshes:
             due = self._due(chunk) if chunk.task is None and self.config.captures else []
             chunk.capture.begin(armed=bool(due), keys={weight.key for group in due for weight in group.weights})
 
-    def is_due(self) -> bool:
-        """Whether the current step refreshes anything on this rank."""
-        return any(self._due(chunk) for chunk in self.chunks)
-
     def finish(self) -> None:
         """Have all refreshes of the current step done, for whatever was captured.
 
@@ -120,12 +116,17 @@ class Refreshes:
             raise error
         self._report(found, self.step + 1)
 
-    def settle(self) -> None:
-        """Wait for refreshes that have begun, and forget them: what is saved or loaded now is all there is."""
+    def wait(self) -> None:
+        """Wait for refreshes that have begun, so that moments and bases are of one time. `finish` is still to come."""
         for chunk in self.chunks:
             if chunk.task is not None:
-                chunk.task.future.exception()
-                chunk.task = None
+                chunk.task.wait()
+
+    def forget(self) -> None:
+        """Wait for refreshes that have begun and make nothing of them: other moments and bases are about to come."""
+        self.wait()
+        for chunk in self.chunks:
+            chunk.task = None
 
     def of_gradients(self, sums: dict[str, MomentSum], step: int) -> None:
         """Refresh everything from the given sums at once."""

@@ -75,7 +75,7 @@ class ResumableOptimizer(ReshardableOptimizer):
                 "sharded_state_dict needs metadata: when saving a dictionary that goes into dist_checkpointing.save as "
                 "content_metadata, when loading what load_content_metadata gives"
             )
-        self.refreshes.settle()
+        self.refreshes.wait()
         saved = Saved.read(metadata) if is_loading else None
         if is_loading:
             self._check(saved, metadata)
@@ -93,7 +93,7 @@ class ResumableOptimizer(ReshardableOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `sharded_state_dict` asked for, once a checkpoint has filled it in."""
-        self.refreshes.settle()
+        self.refreshes.forget()
         state = {key: value for key, value in state_dict.items() if key != STATE}
         mine = state_dict.get(STATE)
         if mine is not None and mine["saved"] is None:

@@ -72,6 +72,8 @@ def test_what_a_call_held_is_released_with_its_task():
 def test_the_thread_ends_with_its_worker():
     before = set(threading.enumerate())
     worker = Worker(CPU)
+    assert set(threading.enumerate()) == before, "data loaders would fork a process with two threads"
+    worker.submit(int).result()
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon, "a program that ends by an error would wait for it"
     del worker
