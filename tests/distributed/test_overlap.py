@@ -142,8 +142,9 @@ def profiled(layout):
 REFRESH_WORK = ("dobb::refresh", "dobb::refresh_basis", "c10d::alltoall_base_", "gloo:all_to_all")
 
 
-def test_the_optimizers_call_of_a_refresh_step_has_no_work_of_the_refresh():
-    for events in processes.run(2, profiled, Layout(2, micro_batch=3)):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_optimizers_call_of_a_refresh_step_has_no_work_of_the_refresh(ranks):
+    for events in processes.run(ranks, profiled, Layout(ranks, micro_batch=3)):
         (call,) = [event for event in events if event[0] == "the optimizer's call"]
         work = [event for event in events if event[0] in REFRESH_WORK]
         assert {"dobb::refresh", "dobb::refresh_basis"} <= {event[0] for event in work}
