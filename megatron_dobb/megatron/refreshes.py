@@ -10,6 +10,7 @@ Without it, the same calls are made in the optimizer's call, one chunk after ano
 """
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -76,11 +77,14 @@ class Refreshes:
     asked: bool = False
 
     def __post_init__(self) -> None:
+        # The hooks of the model must neither keep the optimizer alive nor go on capturing after it is gone. Nor must
+        # this keep the model alive, which may know the optimizer: Megatron's configuration does.
+        weakref.finalize(self, _remove, [weakref.ref(chunk.capture) for chunk in self.chunks]).atexit = False
         # What is captured of gradients is complete only after the backward pass.
         if self.worker is not None and self.config.source == "activation":
-            for chunk in self.chunks:
+            for number, chunk in enumerate(self.chunks):
                 if chunk.groups:
-                    chunk.capture.on_complete = functools.partial(self._complete, chunk)
+                    chunk.capture.on_complete = functools.partial(_complete, weakref.ref(self), number)
                     chunk.capture.microbatches = microbatches_of_a_step
 
     def begin(self, step: int, asked: bool) -> None:
@@ -95,8 +99,14 @@ class Refreshes:
             chunk.capture.begin(armed=bool(due), keys={weight.key for group in due for weight in group.weights})
 
     def is_due(self) -> bool:
-        """Whether the current step refreshes anything on this rank."""
-        return any(self._due(chunk) for chunk in self.chunks)
+        """Whether the current step may refresh something, on this rank or another: all ranks say the same.
+
+        A rank with nothing on Dobb must forget with all others that a refresh was asked for; it may be the one that
+        writes down in a checkpoint whether it was.
+        """
+        if self.config.source == "none":
+            return False
+        return self.asked or self.config.stagger or schedule.is_due(self.step, 0, self.config.refresh_interval)
 
     def finish(self) -> None:
         """Have all refreshes of the current step done, for whatever was captured.
@@ -121,16 +131,22 @@ class Refreshes:
         self._report(found, self.step + 1)
 
     def settle(self) -> None:
-        """Wait for refreshes that have begun, and forget them: what is saved or loaded now is all there is."""
+        """Wait for refreshes that have begun: what is saved now is whole. What they raise is kept for `finish`."""
         for chunk in self.chunks:
             if chunk.task is not None:
                 chunk.task.future.exception()
-                chunk.task = None
+
+    def forget(self) -> None:
+        """Wait for refreshes that have begun, and forget them: what is loaded now is all there is."""
+        self.settle()
+        for chunk in self.chunks:
+            chunk.task = None
 
     def of_gradients(self, sums: dict[str, MomentSum], step: int) -> None:
         """Refresh everything from the given sums at once."""
         number = step_number(step)
         self._report([pair for chunk in self.chunks for pair in self._refresh(self._due(chunk), sums, number)], step)
+        self.asked = False  # until the next step begins, which nobody may announce
 
     def _due(self, chunk: ChunkRefresh) -> list[RefreshGroup]:
         if self.config.source == "none":
@@ -237,6 +253,17 @@ def microbatches_of_a_step() -> int | None:
 
     made = getattr(calculator, _CALCULATOR, None)
     return int(made.get()) if made is not None else None
+
+
+def _complete(refreshes: "weakref.ref[Refreshes]", number: int) -> None:
+    if (alive := refreshes()) is not None:
+        alive._complete(alive.chunks[number])
+
+
+def _remove(captures: "Sequence[weakref.ref[Capture]]") -> None:
+    for capture in captures:
+        if (alive := capture()) is not None:
+            alive.remove()
 
 
 @functools.cache

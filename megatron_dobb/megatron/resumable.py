@@ -93,7 +93,7 @@ class ResumableOptimizer(ReshardableOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `sharded_state_dict` asked for, once a checkpoint has filled it in."""
-        self.refreshes.settle()
+        self.refreshes.forget()
         state = {key: value for key, value in state_dict.items() if key != STATE}
         mine = state_dict.get(STATE)
         if mine is not None and mine["saved"] is None:
