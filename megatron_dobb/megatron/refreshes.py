@@ -64,6 +64,8 @@ class Refreshes:
         counts: blocks that refreshes left alone or Householder had to finish, since the start.
         step: attempted steps before the current one.
         asked: whether the current step refreshes all weights, whatever the schedule says.
+        announced: whether the program itself began the current step, by `zero_grad`. A forward call before that may be
+            no part of a step, so nothing starts with it: `zero_grad` forgets it.
     """
 
     config: DobbConfig
@@ -75,6 +77,7 @@ class Refreshes:
     counts: RefreshCounts = field(default_factory=RefreshCounts)
     step: int = 0
     asked: bool = False
+    announced: bool = False
 
     def __post_init__(self) -> None:
         # The hooks of the model must neither keep the optimizer alive nor go on capturing after it is gone. Nor must
@@ -87,13 +90,13 @@ class Refreshes:
                     chunk.capture.on_complete = functools.partial(_complete, weakref.ref(self), number)
                     chunk.capture.microbatches = microbatches_of_a_step
 
-    def begin(self, step: int, asked: bool) -> None:
+    def begin(self, step: int, asked: bool, announced: bool = True) -> None:
         """Arm the captures of the step after `step` attempted ones.
 
         Called again for the same step, when Megatron runs its forward and backward passes again, it lets a refresh
         stand that has begun: it was made of the same activations.
         """
-        self.step, self.asked = step, asked
+        self.step, self.asked, self.announced = step, asked, announced
         for chunk in self.chunks:
             due = self._due(chunk) if chunk.task is None and self.config.captures else []
             chunk.capture.begin(armed=bool(due), keys={weight.key for group in due for weight in group.weights})
@@ -156,7 +159,12 @@ class Refreshes:
 
     def _complete(self, chunk: ChunkRefresh) -> None:
         """Start now what is captured, unless the refresh would have to switch the precision of the backward pass."""
-        if products_are_exact():
+        if not self.announced:
+            _say_once(
+                "dobb: a forward pass in training mode came before the optimizer's zero_grad: its moments are used if "
+                "none follows, but nothing starts with them beside the backward pass"
+            )
+        elif products_are_exact():
             self._start(chunk)
         else:
             _say_once(

@@ -109,3 +109,22 @@ def steps_without_zero_grad(overlap):
 def test_gram_matrices_refresh_on_their_steps_alone_where_nobody_announces_steps(overlap):
     for changed in processes.run(2, steps_without_zero_grad, overlap):
         assert changed == [False, False, True, False]
+
+
+def forward_pass_between_steps(overlap):
+    """On one rank alone, and of other tokens."""
+    start(LAYOUT)
+    run, undisturbed = (Run(LAYOUT, dataclasses.replace(CONFIG, overlap_refresh=overlap)) for _ in range(2))
+    tokens = global_batch(99)[: LAYOUT.micro_batch]
+    for number in range(2):
+        if torch.distributed.get_rank() == 1:
+            gpt._forward_step(iter([tokens]), run.model)
+        run.step(number)
+        undisturbed.step(number)
+    return run.snapshot(), undisturbed.snapshot()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_forward_pass_before_zero_grad_is_no_part_of_the_step(overlap):
+    for found, undisturbed in processes.run(2, forward_pass_between_steps, overlap):
+        assert_same(found, undisturbed)
