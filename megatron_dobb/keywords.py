@@ -22,7 +22,7 @@ def read_settings(exclude: Exclude, settings: dict[str, Any]) -> tuple[DobbConfi
         raise TypeError(f"Dobb has no setting {', '.join(unknown)}; those of Dobb's own are {', '.join(sorted(known))}")
     entries = [exclude] if isinstance(exclude, str) or callable(exclude) else list(exclude)
     names = {dtype: name for name, dtype in DTYPES.items()}
-    for key in ("moment_dtype", "basis_dtype"):
+    for key in ("moment_dtype", "basis_dtype", "moment_transport"):
         if key in settings:
             settings[key] = names.get(settings[key], settings[key])
     patterns = tuple(entry for entry in entries if not callable(entry))

@@ -1,5 +1,6 @@
 """Work beside the program: on a thread of its own and, on a GPU, on a stream of its own."""
 
+import atexit
 import queue
 import threading
 import weakref
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+SECONDS_TO_END = 10.0
+"""How long a program that ends waits for what its workers are doing."""
 
 
 class Task[T]:
@@ -54,8 +58,10 @@ class Task[T]:
 class Worker:
     """Does calls one after another, in the order in which they were given, while the program goes on.
 
-    The thread is a daemon: a program that ends by an error does not wait for it. It starts with the first call, when a
-    training has forked the workers of its data loaders.
+    The thread starts with the first call, when a training has forked the workers of its data loaders. A program that
+    ends waits for it, but not for long: it may wait for ranks that are gone, so it is a daemon. To leave at once would
+    not do. A thread that comes back from C++ to an interpreter that has ended is ended in the middle of it, which
+    aborts the process and so replaces its exit status.
 
     Args:
         device: where the calls compute. On a CUDA device they have a stream of their own, on which each waits for
@@ -67,7 +73,8 @@ class Worker:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._tasks.put, None)
+        weakref.finalize(self, self._tasks.put, None).atexit = False
+        _workers.add(self)
 
     def submit[T](self, call: Callable[[], T], reads: Iterable[Tensor] = ()) -> Task[T]:
         """Have something done.
@@ -88,6 +95,21 @@ class Worker:
         task = Task(call, began)
         self._tasks.put(task)
         return task
+
+    def end(self, timeout: float) -> None:
+        """Let the thread end after what it was given, and wait for that, at most `timeout` seconds."""
+        self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for worker in list(_workers):
+        worker.end(SECONDS_TO_END)
 
 
 def _work(tasks: "queue.SimpleQueue[Task[Any] | None]", stream: torch.cuda.Stream | None) -> None:

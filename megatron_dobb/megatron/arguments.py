@@ -252,6 +252,12 @@ REFUSALS = (
         _LEAVE_OUT,
     ),
     Refusal(
+        "with --hybrid-context-parallel",
+        _is_set("hybrid_context_parallel"),
+        "it deals sequences out to ranks by their lengths, so that micro-batches do not count the global batch",
+        _LEAVE_OUT,
+    ),
+    Refusal(
         "with --tensor-parallel-num-weight-shards above the tensor-parallel size",
         _shards_weights,
         _MORE_SHARDS,

@@ -230,8 +230,8 @@ class DobbDistributedOptimizer(ResumableOptimizer):
 
     # Steps.
 
-    def _begin_step(self) -> None:
-        self.refreshes.begin(self.attempted_steps, self.refresh_is_asked)
+    def _begin_step(self, announced: bool = False) -> None:
+        self.refreshes.begin(self.attempted_steps, self.refresh_is_asked, announced)
 
     @property
     def refresh_counts(self) -> RefreshCounts:
@@ -241,7 +241,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Megatron's zero_grad; also starts the captures of the coming step (again, when Megatron reruns one)."""
         super().zero_grad(set_to_none)
-        self._begin_step()
+        self._begin_step(announced=True)
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:

@@ -10,6 +10,8 @@ Without it, the same calls are made in the optimizer's call, one chunk after ano
 """
 
 import functools
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -63,6 +65,8 @@ class Refreshes:
         counts: blocks that refreshes left alone or Householder had to finish, since the start.
         step: attempted steps before the current one.
         asked: whether the current step refreshes all weights, whatever the schedule says.
+        announced: whether the program itself began the current step, by `zero_grad`. A forward call before that may be
+            no part of a step, so nothing starts with it: `zero_grad` forgets it.
     """
 
     config: DobbConfig
@@ -74,22 +78,26 @@ class Refreshes:
     counts: RefreshCounts = field(default_factory=RefreshCounts)
     step: int = 0
     asked: bool = False
+    announced: bool = False
 
     def __post_init__(self) -> None:
+        # The hooks of the model must neither keep the optimizer alive nor go on capturing after it is gone. Nor must
+        # this keep the model alive, which may know the optimizer: Megatron's configuration does.
+        weakref.finalize(self, _remove, [weakref.ref(chunk.capture) for chunk in self.chunks]).atexit = False
         # What is captured of gradients is complete only after the backward pass.
         if self.worker is not None and self.config.source == "activation":
-            for chunk in self.chunks:
+            for number, chunk in enumerate(self.chunks):
                 if chunk.groups:
-                    chunk.capture.on_complete = functools.partial(self._complete, chunk)
+                    chunk.capture.on_complete = functools.partial(_complete, weakref.ref(self), number)
                     chunk.capture.microbatches = microbatches_of_a_step
 
-    def begin(self, step: int, asked: bool) -> None:
+    def begin(self, step: int, asked: bool, announced: bool = True) -> None:
         """Arm the captures of the step after `step` attempted ones.
 
         Called again for the same step, when Megatron runs its forward and backward passes again, it lets a refresh
         stand that has begun: it was made of the same activations.
         """
-        self.step, self.asked = step, asked
+        self.step, self.asked, self.announced = step, asked, announced
         for chunk in self.chunks:
             due = self._due(chunk) if chunk.task is None and self.config.captures else []
             chunk.capture.begin(armed=bool(due), keys={weight.key for group in due for weight in group.weights})
@@ -132,6 +140,7 @@ class Refreshes:
         """Refresh everything from the given sums at once."""
         number = step_number(step)
         self._report([pair for chunk in self.chunks for pair in self._refresh(self._due(chunk), sums, number)], step)
+        self.asked = False  # until the next step begins, which nobody may announce
 
     def _due(self, chunk: ChunkRefresh) -> list[RefreshGroup]:
         if self.config.source == "none":
@@ -141,7 +150,17 @@ class Refreshes:
 
     def _complete(self, chunk: ChunkRefresh) -> None:
         """Start now what is captured, unless the refresh would have to switch the precision of the backward pass."""
-        if products_are_exact():
+        if not self.announced:
+            _say_once(
+                "dobb: a forward pass in training mode came before the optimizer's zero_grad: its moments are used if "
+                "none follows, but nothing starts with them beside the backward pass"
+            )
+        elif _one_launch_queue(chunk):
+            _say_once(
+                "dobb: refreshes do not overlap with the backward pass: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams "
+                "launch through one queue, where Dobb's collectives and Megatron's could wait for each other"
+            )
+        elif products_are_exact():
             self._start(chunk)
         else:
             _say_once(
@@ -223,6 +242,16 @@ def make_groups(
     return made
 
 
+def _one_launch_queue(chunk: ChunkRefresh) -> bool:
+    """Whether collectives of two streams can block each other on the device.
+
+    In one queue, what depends on a collective holds up everything behind it, on other streams too. A rank that has the
+    refresh's collective first and one that has Megatron's first would then wait for each other.
+    """
+    on_gpu = any(group.ranks > 1 and group.basis.device.type == "cuda" for group, _ in chunk.groups)
+    return on_gpu and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def worker_of(model_chunk: object, device: torch.device) -> Worker:
     """The one worker of a rank, whose dense weights and experts may be in two optimizers."""
     worker: Worker | None = getattr(model_chunk, WORKER_ATTRIBUTE, None)
@@ -238,6 +267,17 @@ def microbatches_of_a_step() -> int | None:
 
     made = getattr(calculator, _CALCULATOR, None)
     return int(made.get()) if made is not None else None
+
+
+def _complete(refreshes: "weakref.ref[Refreshes]", number: int) -> None:
+    if (alive := refreshes()) is not None:
+        alive._complete(alive.chunks[number])
+
+
+def _remove(captures: "Sequence[weakref.ref[Capture]]") -> None:
+    for capture in captures:
+        if (alive := capture()) is not None:
+            alive.remove()
 
 
 @functools.cache

@@ -184,7 +184,7 @@ class ResumableOptimizer(ReshardableOptimizer):
                 capture.sequences = capture_sequences
         self._begin_step()
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, announced: bool = False) -> None:
         raise NotImplementedError
 
     def _state_of_blocks(self) -> StateOfBlocks:

@@ -209,29 +209,6 @@ def begin_without(begin, name, armed, keys=()):
     begin(armed, set(keys) - {name})
 
 
-def saved_amid_a_step(layout):
-    """Saved after the backward pass of a refresh step, and what the step then makes of it."""
-    start(layout)
-    states = []
-    for save in (True, False):
-        run = Run(layout, CONFIG)
-        step = run.optimizer.step
-
-        def save_and_step(step=step, run=run):
-            run.optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
-            return step()
-
-        run.optimizer.step = save_and_step if save else step
-        run.step(0)
-        states.append(run.snapshot())
-    return states
-
-
-def test_a_save_amid_a_step_waits_for_the_refresh_and_leaves_it_to_the_step():
-    for saved, plain in processes.run(2, saved_amid_a_step, Layout(2, micro_batch=3)):
-        assert_same([saved], [plain])
-
-
 def unseen(layout, overlap):
     start(layout)
     run = Run(layout, dataclasses.replace(CONFIG, overlap_refresh=overlap))

@@ -14,13 +14,11 @@ STEPS = 4
 def train(layout, transformer):
     start(layout)
     run = Run(layout, CONFIG, transformer)
-    run.dobb.refresh_is_asked = True  # as after a load that starts moments anew
     return {
         "losses": [run.step(step) for step in range(STEPS)],
         "managed": run.names,
         "counts": run.dobb.refresh_counts,
         "attempted": run.dobb.attempted_steps,
-        "asked": run.dobb.refresh_is_asked,
     }
 
 
@@ -41,8 +39,27 @@ def test_stages_without_or_with_fewer_weights_on_dobb_train_as_one_process_does(
     for rank in ranks:
         assert rank["attempted"] == STEPS
         assert rank["counts"].skipped == 0
-        assert not rank["asked"], "a checkpoint of this rank would ask for a refresh again"
         torch.testing.assert_close(torch.tensor(rank["losses"]), torch.tensor(alone["losses"]), rtol=1e-4, atol=0)
+
+
+def ask_once(layout, transformer):
+    start(layout)
+    run = Run(layout, CONFIG, transformer)
+    run.step(0)
+    run.dobb.refresh_is_asked = True
+    run.step(1)
+    return len(run.groups), run.dobb.refresh_is_asked
+
+
+def test_a_stage_without_weights_on_dobb_forgets_with_the_others_that_a_refresh_was_asked_for():
+    """Its first rank writes the checkpoints' metadata, and every resumed run would refresh once more."""
+    transformer = {"num_layers": 1, "account_for_embedding_in_pipeline_split": True}
+    (groups, asked), (other_groups, other_asked) = processes.run(
+        2, ask_once, Layout(2, pipeline=2, micro_batch=12), transformer
+    )
+    assert groups == 0 < other_groups
+    assert not asked
+    assert not other_asked
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ REFUSED = {
     "with --reuse-grad-buf-for-mxfp8-param-ag": ["--reuse-grad-buf-for-mxfp8-param-ag"],
     "with --overlap-param-gather-with-optimizer-step": ["--overlap-param-gather-with-optimizer-step"],
     "with --overlap-moe-expert-parallel-comm": ["--overlap-moe-expert-parallel-comm"],
+    "with --hybrid-context-parallel": ["--hybrid-context-parallel"],
     "with --tensor-parallel-num-weight-shards above the tensor-parallel size": [
         "--tensor-parallel-num-weight-shards",
         "2",

@@ -70,3 +70,7 @@ def test_a_staggered_run_continues_from_its_state():
 def test_what_is_not_captured_cannot_be_staggered(source):
     with pytest.raises(ConfigError, match=r"stagger.*source"):
         Dobb(mlp(), stagger=True, source=source)
+
+
+def test_the_transport_of_the_moments_may_be_given_as_a_torch_dtype():
+    assert Dobb(mlp(), blocks=BLOCKS, moment_transport=torch.bfloat16).config.moment_transport == "bf16"

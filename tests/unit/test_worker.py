@@ -1,6 +1,8 @@
 """Work beside the program: its order, what it raises, and that nothing of it stays."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -80,3 +82,31 @@ def test_the_thread_ends_with_its_worker():
     gc.collect()
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+ENDS = """
+import sys, threading, time, torch
+from megatron_dobb import worker
+
+worker.SECONDS_TO_END = {seconds}
+matrix = torch.randn(400, 400)
+
+def compute():
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        torch.linalg.eigh(matrix)
+
+beside = worker.Worker(torch.device("cpu"))
+task = beside.submit({call})
+time.sleep(0.1)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "seconds"), [("compute", 60), ("threading.Event().wait", 0.2)], ids=["at work", "waiting for ever"]
+)
+def test_a_program_that_ends_while_a_call_runs_keeps_its_exit_status(call, seconds):
+    script = ENDS.format(call=call, seconds=seconds)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 7, ended.stderr
