@@ -21,19 +21,17 @@ MOST_ERROR = 1e-4
 def kernels() -> Iterator[Finding]:
     """One update on every kind of device that is here."""
     for device in _devices():
-        name = "cuda" if device == "cuda" else ops._kernel_name(torch.device("cpu"))
-        if not extension.runs_on(device):
-            name = f"plain PyTorch on {device}"
+        name, remedy = f"plain PyTorch on {device}", "please report it"
+        if device == "cuda":
+            remedy = f"unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE if they are set, else {remedy}"
+        if extension.runs_on(device):
+            name = ops._kernel_name(torch.device(device))
+            remedy = "train with --dobb-backend reference, and please report it"
         problem = update_error(device)
         if problem is None:
             yield Finding("self-test", "ok", f"the update by {name} agrees with float64")
         else:
-            yield Finding(
-                "self-test",
-                "failure",
-                f"the update by {name} is wrong: {problem}",
-                "train with --dobb-backend reference, and please report it",
-            )
+            yield Finding("self-test", "failure", f"the update by {name} is wrong: {problem}", remedy)
 
 
 def update_error(device: str) -> str | None:
