@@ -36,6 +36,14 @@ def compiled() -> Iterator[Finding]:
     compared = "equal to the sources" if current else "no sources beside the package to compare with"
     built = getattr(loaded.module, "sources", "") or "none"
     yield Finding("extension", "note", f"built by {info.compiler} for PyTorch {info.torch}; stamp {built}: {compared}")
+    file, here = Path(loaded.module.__file__ or "").resolve(), Path(extension.__file__).resolve().parent
+    if file.parent != here:  # an editable installation of another checkout answers for a copy on PYTHONPATH
+        yield Finding(
+            "extension",
+            "warning",
+            f"the extension is that of another installation, {file}, and the package is in {here}",
+            f"uninstall the other one, or {extension.HOW_TO_BUILD}",
+        )
     if info.cuda_architectures:
         yield Finding("extension", "ok", f"CUDA kernels were built for {info.cuda_architectures}")
     else:

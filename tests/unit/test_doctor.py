@@ -263,6 +263,14 @@ def test_an_extension_that_fits_is_described():
     assert extension.load().module.sources in text
 
 
+@needs_extension
+def test_an_extension_of_another_installation_is_told(monkeypatch, tmp_path):
+    assert "warning" not in [finding.state for finding in found("extension")]
+    monkeypatch.setattr(extension.load().module, "__file__", str(tmp_path / "_C.so"))
+    finding = only(found("extension"), "warning")
+    assert finding.text.startswith(f"the extension is that of another installation, {tmp_path / '_C.so'}")
+
+
 def test_without_pytorch_there_is_one_failure_and_the_rest_is_said_to_be_untried(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for name in ("extension", "doctor.selftest"):
@@ -276,6 +284,18 @@ def test_without_pytorch_there_is_one_failure_and_the_rest_is_said_to_be_untried
 def test_an_old_pytorch_is_not_supported(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.6.0+cu124")
     assert only(found("torch"), "failure").text == "PyTorch 2.6.0+cu124 is not supported, only 2.11 or newer"
+
+
+def test_an_old_python_gets_the_verdict_alone():
+    code = (
+        "import runpy, sys; sys.version_info = (3, 11, 9, 'final', 0); sys.argv = ['-m', 'doctor'];"
+        "runpy.run_module('megatron_dobb', run_name='__main__')"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 1
+    assert finished.stderr == ""
+    assert finished.stdout.startswith("not usable: megatron_dobb")
+    assert "needs Python 3.12 or newer" in finished.stdout
 
 
 def test_the_ranges_are_those_of_the_installer():
