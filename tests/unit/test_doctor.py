@@ -11,24 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from compiled import needs_extension
+from doctors_findings import found, only
 
-from megatron_dobb import doctor, extension, ops
-from megatron_dobb.doctor import apart, build, checks, selftest, versions
+from megatron_dobb import doctor, extension
+from megatron_dobb.doctor import apart, build, checks, versions
 from megatron_dobb.doctor import megatron as of_megatron
 from megatron_dobb.doctor.findings import Finding, usable, verdict
 from megatron_dobb.errors import UnsupportedError
 from megatron_dobb.megatron import attach, compat, seam
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def found(*names):
-    return [finding for name in names for finding in checks.run(name)]
-
-
-def only(findings, state):
-    (one,) = [finding for finding in findings if finding.state == state]
-    return one
 
 
 def executable(path, text):
@@ -400,47 +392,6 @@ def test_autoload_of_another_installation_is_told(interpreter):
         f"import sys; sys.path.insert(0, {str(interpreter)!r}); __import__('megatron_dobb.autoload')"
     )
     assert f"loads another megatron_dobb, {interpreter}" in only(found("autoload"), "warning").text
-
-
-# The self-test can fail.
-
-
-def test_an_update_with_one_wrong_sign_fails_the_self_test(monkeypatch):
-    real = ops.update
-
-    def wrong(segments, gradients, **settings):
-        pending = real(segments, gradients, **settings)
-        basis = segments[0].basis[0].float()
-        segments[0].weight[: selftest.WIDTH] += 2 * selftest.LR * selftest.TAU * basis[:, 5]
-        return pending
-
-    assert found("kernels")[0].state == "ok"
-    monkeypatch.setattr(ops, "update", wrong)
-    findings = found("kernels")
-    assert "a weight is off by" in findings[0].text
-    assert not usable(findings)
-
-
-def test_a_momentum_that_is_off_fails_the_self_test(monkeypatch):
-    real = ops.update
-    monkeypatch.setattr(ops, "update", lambda *given, **settings: real(*given, **(settings | {"momentum": 0.951})))
-    assert "its momentum is off by more than rounding" in only(found("kernels"), "failure").text
-
-
-@pytest.mark.parametrize("returned", ["moment", "basis"])
-def test_a_refresh_that_orthonormalises_nothing_or_does_nothing_fails_the_self_test(monkeypatch, returned):
-    def wrong(moment, basis, **settings):
-        return types.SimpleNamespace(basis={"moment": moment, "basis": basis}[returned])
-
-    assert found("refresh")[0].state == "ok"
-    monkeypatch.setattr(ops, "refresh_basis", wrong)
-    assert found("refresh")[0].state == "failure"
-
-
-def test_a_step_that_does_nothing_fails_the_self_test(monkeypatch):
-    assert found("step")[0].state == "ok"
-    monkeypatch.setattr(selftest.Dobb, "step", lambda self: None)
-    assert "does not lower a loss" in only(found("step"), "failure").text
 
 
 # Whatever breaks is a finding.
