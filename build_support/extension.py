@@ -10,10 +10,10 @@ Environment variables, all optional:
 
 import os
 import runpy
-import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +21,14 @@ NAME = "megatron_dobb._C"
 NOTE = "_not_built.txt"
 CUDA_ARCHITECTURES = "8.0;9.0;10.0"  # where TORCH_CUDA_ARCH_LIST is not set and no GPU is seen
 GIB_FOR_A_JOB = 2.5  # a file with PyTorch's headers
+
+
+def _of_package(name: str) -> SimpleNamespace:
+    """A file of the package, which cannot be imported as a whole without PyTorch."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "megatron_dobb" / f"{name}.py")))
+
+
+_toolchain = _of_package("toolchain")
 
 
 @dataclass
@@ -47,15 +55,15 @@ def plan() -> Plan:
         from torch.utils import cpp_extension
     except ImportError as error:
         return Plan(notes=[f"PyTorch was not installed where the package was built ({error})"])
-    compiler = os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
-    if compiler is None or not shutil.which(compiler.split()[0]):
-        return Plan(notes=[f"no C++ compiler was found ({compiler or 'g++ and clang++'}): install g++ or set CXX"])
+    compiler = _toolchain.wanted_compiler()
+    if (missing := _toolchain.missing_compiler(compiler)) is not None:
+        return Plan(notes=[missing])
     os.environ.setdefault("MAX_JOBS", str(parallel_jobs()))
     if cpp_extension.is_ninja_available() is False:
         print("megatron_dobb: ninja is not installed, so files are compiled one after the other")
     notes: list[str] = []
     architectures = _cuda_architectures(torch, cpp_extension, notes)
-    version = _first_line([*compiler.split(), "--version"])
+    version = _toolchain.compiler_version(compiler)
     macros = [
         ("DOBB_TORCH_VERSION", f'"{torch.__version__}"'),
         ("DOBB_COMPILER", f'"{version}"'),
@@ -90,8 +98,8 @@ def _extension(cpp_extension: Any, macros: list[tuple[str, str | None]], threads
 
 
 def _stamp() -> str:
-    """Tells the sources of this build; from a file of the package, which cannot be imported without PyTorch."""
-    return str(runpy.run_path(str(ROOT / "megatron_dobb" / "stamp.py"))["stamp"](ROOT / "csrc"))
+    """Tells the sources of this build."""
+    return str(_of_package("stamp").stamp(ROOT / "csrc"))
 
 
 def parallel_jobs() -> int:
@@ -103,11 +111,6 @@ def parallel_jobs() -> int:
     except (OSError, IndexError):
         return cores
     return max(1, min(cores, int(free / GIB_FOR_A_JOB)))
-
-
-def _first_line(command: list[str]) -> str:
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return found[0].replace('"', "") if found else command[0]
 
 
 def _threads(torch: Any, compiler: str) -> list[str]:
@@ -136,8 +139,8 @@ def _cuda_architectures(torch: Any, cpp_extension: Any, notes: list[str]) -> str
         return ""
     # PyTorch takes the folder above any nvcc on PATH, which may be a script that calls one in a toolkit elsewhere.
     os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = _toolkit_of(nvcc)
-    release = _release(nvcc)
-    if release.split(".")[0] != torch.version.cuda.split(".")[0]:
+    release = _toolchain.cuda_release(nvcc)
+    if not _toolchain.fits(release, torch.version.cuda):
         notes.append(f"no CUDA kernels: {nvcc} is of CUDA {release}, and PyTorch was built with {torch.version.cuda}")
         return ""
     if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
@@ -146,11 +149,6 @@ def _cuda_architectures(torch: Any, cpp_extension: Any, notes: list[str]) -> str
         seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         return ";".join(f"{major}.{minor}" for major, minor in sorted(seen))
     return CUDA_ARCHITECTURES
-
-
-def _release(nvcc: Path) -> str:
-    text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
-    return text.partition("release ")[2].partition(",")[0] or "unknown release"
 
 
 def _toolkit_of(nvcc: Path) -> str:

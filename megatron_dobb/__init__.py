@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if sys.version_info < (3, 12):  # noqa: UP036  (a source tree on PYTHONPATH passes no installer that would refuse)
-    raise ImportError(
+    _too_old = (
         f"megatron_dobb {__version__} needs Python 3.12 or newer, as megatron-core 0.19 does; this is Python "
         f"{sys.version.split()[0]} ({sys.executable}). Make a virtual environment with a newer one: python3.12 -m venv"
     )
+    if sys.argv[:2] == ["-m", "doctor"]:  # so it is while python -m megatron_dobb doctor looks for its module
+        print(f"not usable: {_too_old}")
+        sys.exit(1)
+    raise ImportError(_too_old)
 
 if TYPE_CHECKING:
     from .config import DobbConfig as DobbConfig

@@ -2,6 +2,7 @@
 
 python -m megatron_dobb pretrain_gpt.py --optimizer dobb --use-distributed-optimizer ...
 torchrun --nproc-per-node 8 -m megatron_dobb pretrain_gpt.py --optimizer dobb ...
+python -m megatron_dobb doctor
 """
 
 import os
@@ -12,11 +13,16 @@ from .autoload import wait_for_megatron
 from .errors import DobbError
 from .version import __version__
 
+DOCTOR = "doctor"
 USAGE = f"""usage: python -m megatron_dobb SCRIPT [ARGUMENT ...]
+       python -m megatron_dobb doctor [--json]
 
 Runs a Megatron training script, such as pretrain_gpt.py, that then accepts
 --optimizer dobb and the --dobb-* flags (listed by: python -m megatron_dobb SCRIPT --help).
 Under torchrun: torchrun --nproc-per-node 8 -m megatron_dobb SCRIPT [ARGUMENT ...]
+
+doctor says what works in this environment and what to do about the rest. A script is named by its
+path: doctor.py is one, and a file that is called just doctor is run as ./doctor.
 
 megatron_dobb {__version__}"""
 
@@ -30,6 +36,12 @@ def main() -> None:
     if arguments[0] == "--version":
         print(__version__)
         return
+    if arguments[0] == DOCTOR:
+        from . import doctor
+
+        if os.path.isfile(DOCTOR):
+            print(f"megatron_dobb: to run the file {DOCTOR!r} of this folder instead, give ./{DOCTOR}", file=sys.stderr)
+        sys.exit(doctor.main(arguments[1:]))
     script = arguments[0]
     if not os.path.isfile(script):
         print(

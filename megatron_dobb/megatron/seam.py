@@ -12,7 +12,7 @@ from typing import Any
 from .. import layout
 from ..config import DobbConfig
 from ..errors import CheckpointError, UnsupportedError
-from ..postimport import after_import
+from ..postimport import Patch, after_import
 from . import compat
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, OUTPUT_SIDE_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
@@ -34,12 +34,20 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    after_import("megatron.core.optimizer.distrib_optimizer", _patch_layout)
-    after_import("megatron.core.optimizer", _patch_optimizer_factory)
-    after_import("megatron.core.dist_checkpointing", _patch_checkpoints)
-    after_import("megatron.core.distributed.distributed_data_parallel", _patch_ddp)
-    after_import("megatron.training.arguments", _patch_arguments)
-    after_import("megatron.training.training", _patch_training)
+    for name, patch in patches().items():
+        after_import(name, patch)
+
+
+def patches() -> dict[str, Patch]:
+    """What is patched of Megatron: for each module the function that probes it and then replaces parts of it."""
+    return {
+        "megatron.core.optimizer.distrib_optimizer": _patch_layout,
+        "megatron.core.optimizer": _patch_optimizer_factory,
+        "megatron.core.dist_checkpointing": _patch_checkpoints,
+        "megatron.core.distributed.distributed_data_parallel": _patch_ddp,
+        "megatron.training.arguments": _patch_arguments,
+        "megatron.training.training": _patch_training,
+    }
 
 
 def configure(config: DobbConfig | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from build_support import extension
+from megatron_dobb import toolchain
 from tools import kernel_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,10 +18,11 @@ ARCHITECTURE = "90"
 
 nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 needs_toolkit = pytest.mark.skipif(
-    nvcc is None or torch.version.cuda is None or extension._release(Path(nvcc)).split(".")[0]
-    != torch.version.cuda.split(".")[0],
+    nvcc is None
+    or torch.version.cuda is None
+    or not toolchain.fits(toolchain.cuda_release(Path(nvcc)), torch.version.cuda),
     reason="no nvcc of the CUDA version that PyTorch was built with",
-)  # fmt: skip
+)
 
 ASK = """
 import json
