@@ -1,5 +1,6 @@
 """The one door to the update, the moment sums and the bases: the extension where it is there, else plain PyTorch."""
 
+import contextlib
 import os
 import warnings
 from collections import Counter
@@ -123,16 +124,18 @@ def update(
         pending.append((tuple(segments[i].name for i in chosen), count))
     if plain:
         kernels_run["reference"] += len(plain)
-        reference.update(
-            [segments[i] for i in plain],
-            [gradients[i] for i in plain],
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            update_scale=update_scale,
-            column_scales=[column_scales[i] for i in plain] if column_scales is not None else None,
-        )
+        device = segments[plain[0]].weight.device
+        with full_precision(device) if precision == "exact" else contextlib.nullcontext():
+            reference.update(
+                [segments[i] for i in plain],
+                [gradients[i] for i in plain],
+                learning_rate=learning_rate,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                update_scale=update_scale,
+                column_scales=[column_scales[i] for i in plain] if column_scales is not None else None,
+            )
         for i in plain:
             target = copies[i] if copies is not None else None
             if target is not None:

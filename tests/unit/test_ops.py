@@ -354,3 +354,35 @@ def test_an_extension_of_other_sources_is_not_used(monkeypatch):
     finally:
         monkeypatch.undo()
         extension.load.cache_clear()
+
+
+@pytest.mark.parametrize("precision", ["exact", "bf16"])
+def test_plain_pytorch_finds_exact_signs_also_where_the_process_allows_less_than_fp32(monkeypatch, precision):
+    seen = []
+    original = reference.update
+
+    def update(*args, **settings):
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        original(*args, **settings)
+
+    monkeypatch.setattr(reference, "update", update)
+    segment = reference.Segment(
+        "w", Shard(0, 8, 4, 2), 2, 4, torch.ones(8), torch.zeros(8), torch.eye(2).repeat(2, 1, 1)
+    )
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        ops.update(
+            [segment],
+            [torch.ones(8)],
+            learning_rate=0.1,
+            weight_decay=0.0,
+            momentum=0.9,
+            nesterov=False,
+            update_scale=0.2,
+            precision=precision,
+            backend="reference",
+        )
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert seen == ["ieee" if precision == "exact" else "tf32"]
