@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from megatron_dobb.config import NORMS
 from megatron_dobb.errors import CheckpointError, ConfigError
 
 from ..reproduction.results import show
@@ -30,12 +31,18 @@ def main(words: Sequence[str] | None = None) -> int:
     console = Console(width=None if os.isatty(1) else 170)
     try:
         source = open_checkpoint(options.checkpoint)
+        source.facts.norm = source.facts.norm or options.norm
         names = _chosen(source, options.weights)
         figures = _look(source, names)
         found, missing = findings(figures, source.facts), not_looked_at(figures, source.facts)
-        show(console, [facts_table(source.facts, options.checkpoint, len(source.names)), weights_table(figures),
-                       health_table(found)])  # fmt: skip
-        console.print("Not looked at", style="bold", highlight=False)
+        show(console, [facts_table(source.facts, options.checkpoint, len(source.names)), weights_table(figures)])
+        if found:
+            show(console, [health_table(found)])
+        else:
+            console.print(
+                "Nothing looks unhealthy, by the limits of docs/diagnostics.md.", style="bold", highlight=False
+            )
+        console.print("Not looked at:", style="bold", highlight=False)
         for line in missing:
             console.print(f"  {line}", highlight=False, markup=False)
         if options.json is not None:
@@ -66,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the figures and the spectra")
     parser.add_argument(
         "--weights", nargs="+", metavar="PATTERN", help="only weights whose name matches one of these glob patterns"
+    )
+    parser.add_argument(
+        "--norm", choices=NORMS, help="that of the run, where the checkpoint does not name it (default: sign)"
     )
     return parser
 

@@ -1,7 +1,7 @@
 """The figures of one weight, from its moment, basis and momentum: those of `megatron_dobb.diagnostics`, and counts."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ def figures_of(name: str, state: State, facts: Facts) -> Figures:
         CheckpointError: if they do not fit each other.
     """
     found = Figures(name)
+    if facts.source == "none":  # what is there then has one element for each feature, and is never used
+        state = replace(state, moment=None, basis=None)
     tensors = {"moment": state.moment, "basis": state.basis, "momentum": state.momentum}
     found.not_finite = [kind for kind, each in tensors.items() if each is not None and not each.isfinite().all()]
     output_side = facts.side == "output"

@@ -176,7 +176,9 @@ def not_looked_at(figures: Sequence[Figures], facts: Facts) -> list[str]:
     if facts.source == "none":
         lines.append("moments, bases: this variant has none (--dobb-source none)")
     if facts.norm is None:
-        lines.append("norm: not named in this checkpoint; figures of the update are those of `sign`")
+        lines.append(
+            "norm: not named in this checkpoint; figures of the update are those of sign; --norm says otherwise"
+        )
     if facts.attempted_steps is None:
         lines.append("attempted_steps: not in this checkpoint; what is judged only after some steps was left out")
     elif facts.attempted_steps < FIRST_STEPS:

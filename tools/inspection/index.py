@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_dobb.errors import CheckpointError
 from megatron_dobb.megatron.files import USE_ANOTHER, incomplete_files
 
+from .sources import FILE
 from .unpickling import Unpickler, load
-
-FILE = ".metadata"
 
 
 class Index(FileSystemReader):
@@ -133,4 +132,4 @@ class _Into(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Keep an object."""
         found = load(value)
-        self.value = load(found) if isinstance(found, io.BytesIO) else found
+        self.value = load(io.BytesIO(found.getvalue())) if isinstance(found, io.BytesIO) else found

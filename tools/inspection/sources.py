@@ -9,8 +9,10 @@ from torch import Tensor
 
 from megatron_dobb.errors import CheckpointError
 
-from . import index as indexed
 from .unpickling import load
+
+FILE = ".metadata"
+"""The index of `torch.distributed.checkpoint` in its folder."""
 
 LATEST = "latest_checkpointed_iteration.txt"
 _NOT_OURS = "it was not saved by Dobb"
@@ -90,13 +92,16 @@ def open_checkpoint(path: Path) -> Source:
     Raises:
         CheckpointError: if it is no checkpoint, or none of Dobb's.
     """
-    from .megatron import MegatronCheckpoint
-    from .plain import FileOfTorch, FolderOfTorch
-
     if path.is_file() and path.name != LATEST:
+        from .plain import FileOfTorch
+
         return FileOfTorch(path, _load(path))
     folder = _folder(path.parent if path.is_file() else path)
-    index = indexed.Index(folder)
+    from .folders import FolderOfTorch  # torch.distributed.checkpoint takes seconds to import
+    from .index import Index
+    from .megatron import MegatronCheckpoint
+
+    index = Index(folder)
     if MegatronCheckpoint.recognises(index):
         return MegatronCheckpoint(index)
     return FolderOfTorch(index)
@@ -106,7 +111,7 @@ def _folder(path: Path) -> Path:
     """The folder of one checkpoint: `path`, or the latest iteration in it."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist: give a checkpoint's folder or file")
-    if (path / indexed.FILE).is_file():
+    if (path / FILE).is_file():
         return path
     latest = path / LATEST
     if latest.is_file():
@@ -115,17 +120,17 @@ def _folder(path: Path) -> Path:
         if name is None:
             raise CheckpointError(f"{latest} says {text[:40]!r}, which is no iteration: give an iteration's own folder")
         found = path / name
-        if (found / indexed.FILE).is_file():
+        if (found / FILE).is_file():
             return found
         raise CheckpointError(
-            f"{latest} names {name}, and {found / indexed.FILE} is not there: either it was not written to its end, or "
+            f"{latest} names {name}, and {found / FILE} is not there: either it was not written to its end, or "
             "it is no distributed checkpoint (--ckpt-format torch_dist); give another iteration's folder"
         )
-    iterations = sorted(each.name for each in path.glob("iter_*") if (each / indexed.FILE).is_file())
+    iterations = sorted(each.name for each in path.glob("iter_*") if (each / FILE).is_file())
     if iterations:
         raise CheckpointError(f"{path} has no {LATEST}: give one iteration's folder, such as {path / iterations[-1]}")
     raise CheckpointError(
-        f"{path} is no checkpoint: it has neither {indexed.FILE} (torch.distributed.checkpoint) nor {LATEST} (Megatron)"
+        f"{path} is no checkpoint: it has neither {FILE} (torch.distributed.checkpoint) nor {LATEST} (Megatron)"
     )
 
 

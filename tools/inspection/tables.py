@@ -1,11 +1,10 @@
 """The tables and the pictures of a checkpoint."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-from megatron_dobb.megatron.names import kind_of
 
 from ..reproduction.results import Cell, Result
 from .figures import Figures
@@ -16,6 +15,9 @@ MOST_ROWS = 60
 """Weights that are shown one by one; more are shown by kind."""
 
 MOST_KINDS = 8  # of weights in one picture of spectra
+LOWEST = 1e-9  # eigenvalue over the largest that is drawn
+
+_COUNTED = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)|(?<=weight)\d+$")
 
 _COLUMNS: tuple[tuple[str, Callable[[Figures], Cell]], ...] = (
     ("A: eff. rank", lambda found: found.moment_effective_rank),
@@ -56,15 +58,15 @@ def facts_table(facts: Facts, path: Path, names: int) -> Result:
         (key.replace("_", " "), str(value)) for key, value in facts.settings.items() if value not in (None, {}, [])
     ]
     rows += [(key.replace("_", " "), value) for key, value in facts.run.items() if value is not None]
-    return Result("The checkpoint", ("what", "value"), rows)
+    return Result("The checkpoint", ("what", "value"), rows, words=True)
 
 
 def weights_table(figures: Sequence[Figures]) -> Result:
     """Every weight, or every kind of weight where there are many."""
     heads = [head for head, _ in _COLUMNS]
     notes = [
-        "A: second moments; Q: bases; O: the update that the saved momentum M would make, without a gradient. Ranks are "
-        "fractions; residual: ||offdiag(Q^T A Q)|| / ||A||."
+        "A: second moments; Q: bases; O: the update that the saved momentum M would make, without a gradient. Ranks "
+        "are fractions; residual: ||offdiag(Q^T A Q)|| / ||A||."
     ]
     if len(figures) <= MOST_ROWS:
         rows = [(each.name, _shape(each), *(of(each) for _, of in _COLUMNS)) for each in figures]
@@ -78,6 +80,17 @@ def weights_table(figures: Sequence[Figures]) -> Result:
     ]
     notes.append("Smallest, mean and largest of each kind; --weights PATTERN shows single ones, --json all.")
     return Result("Kinds of weights", ("weights", "m x n, B x b", *heads), rows, notes)
+
+
+def kind_of(name: str) -> str:
+    """What all layers and experts call a weight: its name without the numbers that count them."""
+    return _COUNTED.sub("*", name)
+
+
+def _layer(name: str) -> int | None:
+    """The first number in a name."""
+    number = next((part for part in name.split(".") if part.isdecimal()), None)
+    return None if number is None else int(number)
 
 
 def _shape(found: Figures) -> str:
@@ -96,11 +109,8 @@ def _range(cells: Sequence[Cell]) -> Cell:
 
 def health_table(found: Sequence[Finding]) -> Result:
     """What looks unhealthy, in which weights, and what to do."""
-    rows: list[Sequence[Cell]] = []
-    for each in found:
-        rows.append((each.sign, _worst(each), each.limit, each.meaning, each.advice))
-    notes = [] if rows else ["Nothing, by the limits of docs/diagnostics.md."]
-    return Result("What looks unhealthy", ("sign", "weights", "when", "it means", "do"), rows, notes)
+    rows: list[Sequence[Cell]] = [(each.sign, _worst(each), each.limit, each.meaning, each.advice) for each in found]
+    return Result("What looks unhealthy", ("sign", "weights", "when", "it means", "do"), rows, words=True)
 
 
 def _worst(finding: Finding) -> str:
@@ -130,13 +140,16 @@ def draw(figures: Sequence[Figures], folder: Path) -> list[Path]:
     figure, axes = plt.subplots(2, 2, figsize=(12, 7), layout="constrained")
     for axis, (title, of, limit) in zip(axes.flat, panels, strict=True):
         for kind, members in kinds.items():
-            values = [(number, value) for number, each in enumerate(members) if (value := of(each)) is not None]
-            axis.plot(*zip(*values, strict=True), "o-", ms=3, label=kind) if values else None
+            layers = [_layer(each.name) or 0 for each in members]
+            values = [(n, value) for n, each in zip(layers, members, strict=True) if (value := of(each)) is not None]
+            style = "o-" if len(set(layers)) == len(layers) else "o"  # experts of one layer
+            if values:
+                axis.plot(*zip(*values, strict=True), style, ms=3, label=kind)
         if limit is not None:
             axis.axhline(limit, color="gray", linestyle=":", linewidth=1)
         if not axis.lines or (limit is not None and len(axis.lines) == 1):
             axis.text(0.5, 0.5, "not in this checkpoint", ha="center", transform=axis.transAxes)
-        axis.set(title=title, ylim=(0, None), xlabel="number among its kind")
+        axis.set(title=title, ylim=(0, None), xlabel="layer")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
@@ -148,6 +161,8 @@ def draw(figures: Sequence[Figures], folder: Path) -> list[Path]:
     with_spectra = [(kind, members) for kind, members in with_spectra if members]
     for page, first in enumerate(range(0, len(with_spectra), MOST_KINDS)):
         chosen = with_spectra[first : first + MOST_KINDS]
+        smallest = [each.spectrum[-1] for _, members in chosen for each in members]
+        lowest = max(LOWEST, min(smallest))
         columns = min(4, len(chosen))
         lines = -(-len(chosen) // columns)
         figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 3.4 * lines), layout="constrained",
@@ -159,7 +174,7 @@ def draw(figures: Sequence[Figures], folder: Path) -> list[Path]:
                 ranks = [place / max(1, len(each.spectrum) - 1) for place in range(len(each.spectrum))]
                 axis.plot(ranks, each.spectrum, color=plt.get_cmap("viridis")(number / max(1, len(members) - 1)), lw=1)
             axis.set_yscale("log")
-            axis.set_ylim(bottom=1e-9, top=2)
+            axis.set_ylim(bottom=lowest / 2, top=2)
             axis.set_title(kind, fontsize=8)
             axis.set(xlabel="rank (fraction)", ylabel="eigenvalue / largest")
             axis.grid(alpha=0.25)
