@@ -300,18 +300,24 @@ def test_a_momentum_that_cannot_be_put_together_is_named_with_the_reason(inspect
     assert "--dist-ckpt-optim-fully-reshardable" in printed
 
 
-def test_a_momentum_in_a_bucket_is_found_by_its_rounded_masters(inspected, tmp_path):
-    state, other = state_of(), torch.randn(12 * 16)
-    master = torch.randn(12, 16)
-    keys = [f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_{number}" for number in range(2)]
-    tensors = {
-        **of_dobb(FC1, state),
-        f"{keys[0]}.param": other,
-        f"{keys[0]}.exp_avg": other,
-        f"{keys[1]}.param": torch.cat([master.flatten(), other]),
-        f"{keys[1]}.exp_avg": torch.cat([state["momentum"].flatten(), other]),
-        "decoder.layers.mlp.linear_fc1.weight": torch.stack([torch.zeros(12, 16), master]).bfloat16(),
-    }
+@pytest.mark.parametrize("way", ["whole", "rows", "columns", "gated"])
+def test_a_momentum_in_buckets_is_found_by_its_rounded_masters(inspected, tmp_path, way):
+    """Of each tensor-parallel rank a bucket, which begins with its part of the weight."""
+    state, other, master = state_of(), torch.randn(12 * 16), torch.randn(12, 16)
+
+    def parts(whole):
+        if way == "gated":
+            first, second, third, fourth = whole.chunk(4)
+            return [torch.cat([first, third]), torch.cat([second, fourth])]
+        return {"whole": [whole], "rows": whole.chunk(2), "columns": whole.chunk(2, 1)}[way]
+
+    tensors = {"optimizer.distributed.dp_group_idx_9.bucket_idx_0.param": other}
+    for number, both in enumerate(zip(parts(master), parts(state["momentum"]), strict=True)):
+        for kind, part in zip(("param", "exp_avg"), both, strict=True):
+            flat = torch.cat([part.flatten(), other])
+            tensors[f"optimizer.distributed.dp_group_idx_{number}.bucket_idx_0.{kind}"] = flat
+    stack = torch.stack([torch.zeros(12, 16), master]).bfloat16()
+    tensors |= {**of_dobb(FC1, state), "decoder.layers.mlp.linear_fc1.weight": stack}
     _, _, data = inspected(megatron_folder(tmp_path / "one", tensors, "dp_reshardable"))
     assert_figures(by_name(data)[FC1], expected(**state))
 

@@ -100,7 +100,8 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 def _look(source: Source, names: Sequence[str]) -> list[Figures]:
     """The figures of each; only one weight's tensors are in memory at a time."""
     found = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for name in progress.track(names, description="looking at weights"):
             found.append(figures_of(name, source.state(name), source.facts))
     return found

@@ -119,8 +119,8 @@ class MegatronCheckpoint:
             flat = self._buckets.momentum(torch.cat(list(weights)))
             if flat is None:
                 return None, (
-                    "dp_reshardable keeps momenta by their place in buckets, and this weight lies in none of them as a "
-                    "whole (tensor parallelism splits it); save with --dist-ckpt-optim-fully-reshardable"
+                    "dp_reshardable keeps momenta by their place in buckets, and no masters there are this weight's, "
+                    "whole or in equal tensor-parallel parts; save with --dist-ckpt-optim-fully-reshardable"
                 )
             momentum = flat
         else:
