@@ -302,7 +302,7 @@ def test_a_momentum_that_cannot_be_put_together_is_named_with_the_reason(inspect
 
 @pytest.mark.parametrize("way", ["whole", "rows", "columns", "gated"])
 def test_a_momentum_in_buckets_is_found_by_its_rounded_masters(inspected, tmp_path, way):
-    """Of each tensor-parallel rank a bucket, which begins with its part of the weight."""
+    """Of each tensor-parallel rank a bucket, which begins with its part of the weight; others begin alike."""
     state, other, master = state_of(), torch.randn(12 * 16), torch.randn(12, 16)
 
     def parts(whole):
@@ -311,11 +311,14 @@ def test_a_momentum_in_buckets_is_found_by_its_rounded_masters(inspected, tmp_pa
             return [torch.cat([first, third]), torch.cat([second, fourth])]
         return {"whole": [whole], "rows": whole.chunk(2), "columns": whole.chunk(2, 1)}[way]
 
-    tensors = {"optimizer.distributed.dp_group_idx_9.bucket_idx_0.param": other}
+    tensors = {}
     for number, both in enumerate(zip(parts(master), parts(state["momentum"]), strict=True)):
         for kind, part in zip(("param", "exp_avg"), both, strict=True):
             flat = torch.cat([part.flatten(), other])
             tensors[f"optimizer.distributed.dp_group_idx_{number}.bucket_idx_0.{kind}"] = flat
+            alike = flat.clone()
+            alike[part.numel() - 1] += 1
+            tensors[f"optimizer.distributed.dp_group_idx_{number}.bucket_idx_1.{kind}"] = alike
     stack = torch.stack([torch.zeros(12, 16), master]).bfloat16()
     tensors |= {**of_dobb(FC1, state), "decoder.layers.mlp.linear_fc1.weight": stack}
     _, _, data = inspected(megatron_folder(tmp_path / "one", tensors, "dp_reshardable"))
@@ -364,6 +367,11 @@ def unhealthy():
         "not_finite": {**healthy, "momentum": healthy["momentum"].clone().fill_(math.nan)},
         "basis_error": {**healthy, "basis": healthy["basis"] * 1.001},
         "basis_residual": {**healthy, "basis": torch.linalg.qr(state_of(seed=3)["moment"] + 2).Q},
+        "orthogonality": {
+            **healthy,
+            "basis": torch.linalg.qr(state_of(seed=3)["moment"] + 2).Q,
+            "momentum": torch.outer(torch.ones(12), torch.arange(1.0, 17)),
+        },
         "one_direction": {**healthy, "moment": one + 1e-9 * eye},
         "empty_blocks": {**healthy, "moment": healthy["moment"] * torch.tensor([1.0, 0.0])[:, None, None]},
         "never_refreshed": {**healthy, "basis": eye.contiguous()},
