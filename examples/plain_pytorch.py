@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument(
         "--diagnostics", type=int, default=0, metavar="STEPS", help="steps between two rows of Dobb's diagnostics"
     )
+    parser.add_argument("--save", metavar="FILE", help="write Dobb's state, for tools/inspect.py")
     args = parser.parse_args()
     text = torch.tensor(list("\n".join(topics.values()).encode()))
     data = batches(text[: -len(text) // 10], args.steps, seed=0)
@@ -113,6 +114,8 @@ def main() -> None:
             print(optimizer, flush=True)
         start = time.perf_counter()
         curves[name] = train(model, optimizer, data, held_out, every)
+        if name == "Dobb" and args.save:
+            torch.save(optimizer.state_dict(), args.save)
         print(f"{name}: {args.steps} steps in {time.perf_counter() - start:.1f} s", flush=True)
     print("\nvalidation loss\n  step" + "".join(f"{name:>9}" for name in curves))
     for row, losses in enumerate(zip(*curves.values(), strict=True)):

@@ -126,12 +126,17 @@ def sums_of_spectrum(update: Tensor) -> Sums:
     return Sums(orthogonality=orthogonality(values), update_rank=effective_rank(values) / len(values))
 
 
-def sums_of_moment(moment: Tensor, basis: Tensor) -> Sums:
-    """Of second moments `A [k, b, b]` and bases `Q [k, b, b]` of some blocks."""
+def eigenvalues(moment: Tensor) -> Tensor:
+    """Those of second moments `A [k, b, b]`, ascending for each: `[k, b]`, none of them negative."""
+    return torch.linalg.eigvalsh(moment.double()).clamp(min=0)
+
+
+def sums_of_moment(moment: Tensor, basis: Tensor, values: Tensor | None = None) -> Sums:
+    """Of second moments `A [k, b, b]` and bases `Q [k, b, b]` of some blocks, and their `eigenvalues` if known."""
     moment, basis = moment.double(), basis.double()
     rotated = basis.mT @ moment @ basis
     rotated.diagonal(dim1=-2, dim2=-1).zero_()
-    values = torch.linalg.eigvalsh(moment).clamp(min=0)
+    values = eigenvalues(moment) if values is None else values
     logs = torch.special.xlogy(values, values)
     found = torch.stack([rotated.square().sum(), moment.square().sum(), values.sum(), logs.sum()]).tolist()
     return Sums(

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -11,11 +10,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from ..errors import CheckpointError
+from .files import USE_ANOTHER, incomplete_files
 
 _BUCKETS = "optimizer.distributed.dp_group_idx_"  # keys of dp_reshardable state
 _OURS = "optimizer.dobb."
 _OF_OPTIMIZERS = "optimizer."
-_USE_ANOTHER = "use the checkpoint of another iteration"
 
 
 def check(
@@ -37,7 +36,7 @@ def check(
     try:
         metadata = FileSystemReader(folder).read_metadata()
     except Exception as error:  # whatever pickle makes of a damaged file
-        problem = f"cannot read {os.path.join(folder, '.metadata')} ({error!r}): {_USE_ANOTHER}"
+        problem = f"cannot read {os.path.join(folder, '.metadata')} ({error!r}): {USE_ANOTHER}"
     else:
         # One rank looks at the files, and every rank at what it wants itself.
         if not together or dist.get_rank(group) == 0:
@@ -52,27 +51,12 @@ def check(
             raise CheckpointError(found)
 
 
-def incomplete_files(folder: str, metadata: Any) -> str | None:
-    """What is wrong with the files of a checkpoint, or None."""
-    needed: dict[str, int] = {}
-    for part in metadata.storage_data.values():
-        needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
-    for name, size in sorted(needed.items()):
-        file = Path(folder) / name
-        found = file.stat().st_size if file.is_file() else None
-        if found is None:
-            return f"the checkpoint {folder} lacks its file {name}: {_USE_ANOTHER}"
-        if found < size:
-            return f"{file} is cut off: it has {found} bytes of at least {size}; {_USE_ANOTHER}"
-    return None
-
-
 def diagnosis(folder: str) -> str | None:
     """Why a checkpoint cannot be read, as far as its files tell."""
     try:
         return incomplete_files(folder, FileSystemReader(folder).read_metadata())
     except Exception as error:
-        return f"cannot read {os.path.join(folder, '.metadata')} ({error!r}): {_USE_ANOTHER}"
+        return f"cannot read {os.path.join(folder, '.metadata')} ({error!r}): {USE_ANOTHER}"
 
 
 def _misfits(wanted: Any, metadata: Any, strict: bool) -> Iterator[str]:

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..exchange import RefreshGroup
 from ..reference import Segment
 from .arguments import OPTIMIZER
-from .checkpoint import METADATA, Saved, StateOfBlocks, WeightInModel
+from .checkpoint import StateOfBlocks, WeightInModel
 from .groups import Ranks
 from .manage import ManagedWeight
 from .messages import log_load, say
@@ -22,6 +22,7 @@ from .names import kind_of
 from .others import refusal
 from .refreshes import Refreshes
 from .reshardable import ReshardableOptimizer
+from .saved import METADATA, Saved
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
 PLACEHOLDER = "exp_avg_sq"  # what AdamW has besides and Dobb has not

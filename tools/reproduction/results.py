@@ -14,6 +14,8 @@ from rich.table import Table
 
 Cell = str | int | float | None
 
+NAME_WIDTH = 40  # of the first column, before the headings of the others are broken
+
 
 @dataclass
 class Result:
@@ -26,6 +28,7 @@ class Result:
         notes: what to know when reading it.
         data: everything behind the table, for JSON.
         draw: draws it on matplotlib axes; None where a plot says nothing.
+        words: whether the cells are words, which begin on the left.
     """
 
     title: str
@@ -34,6 +37,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     data: Any = None
     draw: Callable[[Any], None] | None = None
+    words: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ def show(console: Console, results: Sequence[Result]) -> None:
     for result in results:
         table = Table(title=result.title)
         for number, heading in enumerate(result.columns):
-            table.add_column(heading, justify="right" if number else "left")
+            room = max((len(shown(row[0])) for row in result.rows), default=0) if number == 0 else 0
+            justify = "right" if number and not result.words else "left"
+            table.add_column(heading, justify=justify, overflow="fold", min_width=min(room, NAME_WIDTH))
         for row in result.rows:
             table.add_row(*(shown(cell) for cell in row))
         console.print(table)
