@@ -33,9 +33,15 @@ def before_every_step(job, act):
 
 
 def note_states(job):
-    """Note the state before the optimizer's work of every step; `Finished.state` is that after the last."""
+    """Note the state before every step, whose refresh begins amid it; `Finished.state` is that after the last."""
+    original = job.optimizer.zero_grad
+
+    def zero_grad(*args):
+        job.notes.append({**job.state(), "weights": job.weights()})
+        return original(*args)
+
     if hasattr(job.dobb, "captures"):
-        before_every_step(job, lambda number: job.notes.append({**job.state(), "weights": job.weights()}))
+        job.optimizer.zero_grad = zero_grad
 
 
 def overflow_of_one_gradient(job, at):
