@@ -82,6 +82,8 @@ class Capture:
             sequences are taken.
         counting: whether the root's current forward call is a micro-batch; None outside of such calls.
         batches: how many sequences the `batch` modules of the sources were last given.
+        keys: the sources that this step captures; None for all.
+        closed: whether `on_complete` has taken all sequences of the step, so that no micro-batch may follow.
     """
 
     root: nn.Module

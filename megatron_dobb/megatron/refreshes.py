@@ -174,7 +174,7 @@ class Refreshes:
             scale_sums(sums.values(), self.gradient_factor)
         call = functools.partial(self._refresh, due, sums, step_number(self.step + 1))
         if self.worker is not None:
-            chunk.task = self.worker.submit(call, [sum.total for sum in sums.values() if sum.total is not None])
+            chunk.task = self.worker.submit(call, [entry.total for entry in sums.values() if entry.total is not None])
         else:
             chunk.task = Task(call)
             chunk.task.run()

@@ -22,7 +22,7 @@ def test_every_weight_has_one_step_of_every_interval_after_the_first(interval):
         assert due[0] == 0, "the first step refreshes all"
         rest = [step for step in due if step > 0]
         assert {step % interval for step in rest} == {phase}
-        assert len(rest) == (3 if phase else 3 + (0 in rest))
+        assert len(rest) == 3
 
 
 def test_without_staggering_the_refresh_steps_are_the_first_and_every_further_interval():
