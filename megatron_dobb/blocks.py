@@ -142,7 +142,7 @@ def suggest_widths(wanted: Iterable[tuple[int, int]], limit: int = SMALL_UNIT) -
         limit: the largest lcm of 64 and of all widths proposed.
 
     Returns:
-        A width for each pair, dividing its columns, with the smallest sum of |log2(proposed / wanted)| that
+        A width for each pair, dividing its columns, with the smallest sum of `|log2(proposed / wanted)|` that
         the limit allows (or close to it: beyond 256 possible units only the best are followed); empty when it
         allows none.
     """
