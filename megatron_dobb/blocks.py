@@ -77,7 +77,7 @@ class Shard:
 
 
 SMALL_UNIT = 10_000
-"""Alignment unit up to which padding shards adds less than 1 % to a full default bucket (DESIGN: Shards)."""
+"""Alignment unit up to which padding shards adds less than 1 % to a full default bucket."""
 
 NARROWEST_ADVISED = 32
 """Advice proposes no narrower block, unless a narrower one was asked for."""

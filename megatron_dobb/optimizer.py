@@ -28,11 +28,9 @@ _owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.W
 
 
 class Dobb(torch.optim.Optimizer):
-    """Dobb for the weights of `nn.Linear` layers and AdamW for every other parameter, at one learning rate.
+    """Dobb for the weights of `nn.Linear` layers and AdamW for every other parameter, at one learning rate::
 
-    ```
-    optimizer = Dobb(model, lr=1e-3, weight_decay=0.1)
-    ```
+        optimizer = Dobb(model, lr=1e-3, weight_decay=0.1)
 
     Dobb looks at the input activations of the layers through forward hooks, which it puts on the model here. Use it
     like any optimizer, with learning-rate schedulers, gradient accumulation, `GradScaler`, activation recompute and

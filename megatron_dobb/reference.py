@@ -160,12 +160,10 @@ def update(
     update_scale: float,
     column_scales: Sequence[Tensor] | None = None,
 ) -> None:
-    """One step of every segment, in place (DESIGN, section 2).
+    """One step of every segment, in place::
 
-    ```
-    M <- mu M + (1 - mu) G
-    W <- (1 - lr wd) W - lr tau sqrt(max(m, n) / m) sign(M_j Q_j) Q_j^T
-    ```
+        M <- mu M + (1 - mu) G
+        W <- (1 - lr wd) W - lr tau sqrt(max(m, n) / m) sign(M_j Q_j) Q_j^T
 
     Args:
         segments: what to update.

@@ -1,4 +1,4 @@
-"""What the ranks run to show that every layout computes the same function (DESIGN.md, section 12).
+"""What the ranks run to show that every layout computes the same function (docs/layouts.md).
 
 `train_in_every_sense` returns, on each rank, what the four senses compare. The reference, one process with one
 micro-batch, makes the states from which the other layouts start.

@@ -1,4 +1,4 @@
-"""Dobb computes the same function on every parallel layout, in the four senses of DESIGN.md, section 12.
+"""Dobb computes the same function on every parallel layout, in the four senses of docs/layouts.md.
 
 A GPT and a mixture of experts, the same global batches, fp32; the reference is one process with one micro-batch. The
 module prints a table of what it measured. Left out is the K part of the QKV biases, whose gradient is analytically

@@ -1,4 +1,4 @@
-"""Every step of Dobb inside Megatron against a float64 computation written straight from DESIGN.md, section 2.
+"""Every step of Dobb inside Megatron against a float64 computation written straight from docs/how-it-works.md.
 
 The float64 model gets what a step is given, the run's gradients and layer inputs, and from there on computes
 everything itself: the moments, the bases, the momentum and the weights.
@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 class Float64Dobb:
-    """One weight, exactly as DESIGN.md states the update."""
+    """One weight, exactly as docs/how-it-works.md states the update."""
 
     def __init__(self, weight, *, nesterov=False, iterations=1):
         self.W = weight.double()

@@ -1,4 +1,4 @@
-"""Dobb communicates what Megatron's AdamW does, plus the moments of DESIGN.md, section 4, on refresh steps.
+"""Dobb communicates what Megatron's AdamW does, plus the moments that docs/performance.md counts, on refresh steps.
 
 Every collective of every rank is recorded, for both optimizers on the same model. What is expected on refresh steps is
 computed here from the model's shapes and from which flat shard touches which block.

@@ -1,4 +1,4 @@
-"""Sums, moving average and refresh of the moment blocks against float64 statements of DESIGN section 2."""
+"""Sums, moving average and refresh of the moment blocks against float64 statements of docs/how-it-works.md."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ from torch import nn
 from megatron_dobb import Dobb
 from megatron_dobb.errors import ConfigError
 
-# The step, against DESIGN.md section 2 in float64.
+# The step, against the formulas of docs/how-it-works.md in float64.
 
 
 def gram_schmidt(columns):
