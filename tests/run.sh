@@ -32,10 +32,7 @@ if [ $# -gt 0 ]; then
     exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"
 fi
 
-# Tests of one process each run side by side; those of several processes use the cores themselves.
+# Files of tests run side by side: even those of several ranks leave a core idle most of the time, while ranks start,
+# wait for each other and are compared.
 workers=$(nproc)
-status=0
-"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((workers < 8 ? workers : 8))" --dist loadgroup tests/unit tests/emulation ||
-    status=$?
-"$VENV_PYTHON" -m pytest -m "not gpu" --durations=15 tests/distributed tests/functional || status=$?
-exit $status
+exec "$VENV_PYTHON" -m pytest -m "not gpu" -n "$((workers < 8 ? workers : 8))" --dist loadgroup --durations=15 tests

@@ -1,6 +1,7 @@
 """One step in fp32, bf16 and fp16, with gradients reduced in fp32 or bf16, against the formula in float64.
 
-The formula, that of docs/how-it-works.md, gets the gradients, bases, masters and momenta that the step is given on two data-parallel ranks.
+The formula, that of docs/how-it-works.md, gets the gradients, bases, masters and momenta that the step is given on two
+data-parallel ranks.
 """
 
 import functools

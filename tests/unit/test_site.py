@@ -13,8 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
-pytestmark = pytest.mark.xdist_group("site")
-
 
 def build(source: Path, target: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "dirhtml", str(source), str(target)]
