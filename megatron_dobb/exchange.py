@@ -288,7 +288,8 @@ class RefreshGroup:
             if entry.total is not None:
                 flat[start:end] = pack_triangle(entry.total).flatten()
                 first = self.first_token + index * self.count_terms
-                flat[first : first + self.count_terms] = _split(entry.tokens, flat.dtype, self.count_terms)
+                for place, part in enumerate(_split(entry.tokens, flat.dtype, self.count_terms)):
+                    flat[first + place].fill_(part)  # a copy of a CPU tensor would wait for what the GPU has been given
                 entry.total = None
             start = end
         return flat
@@ -365,10 +366,10 @@ def _pieces(sizes: Sequence[int]) -> list[int]:
     return [*pieces, counts, 0]
 
 
-def _split(count: int, dtype: torch.dtype, terms: int) -> Tensor:
+def _split(count: int, dtype: torch.dtype, terms: int) -> list[int]:
     """A count as a sum of `terms` numbers of a dtype, each what the ones before it leave."""
-    parts = torch.zeros(terms, dtype=dtype)
-    for place in range(terms):
-        parts[place] = count
-        count -= int(parts[place])
+    parts = []
+    for _ in range(terms):
+        parts.append(int(torch.tensor(count, dtype=dtype, device="cpu")))
+        count -= parts[-1]
     return parts
