@@ -1,8 +1,10 @@
 """Collectives that the program's own thread makes, for refreshes that overlap where a GPU has one launch queue."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import io
 import os
 import random
 import time
@@ -187,7 +189,7 @@ def blind(call, group, sums, **settings):
 
 
 def unseen():
-    """How many exchanges each group has made, after a step on which no rank saw anything of the weights of the first."""
+    """How many exchanges each group has made, on a step on which no rank saw anything of the weights of the first."""
     start(LAYOUTS["buckets"])
     run = Run(LAYOUTS["buckets"], CONFIG)
     run.let_launch("program")
@@ -207,11 +209,17 @@ def test_a_weight_that_no_rank_saw_is_an_error_on_every_rank_and_other_groups_ex
 
 
 def agreed():
+    """Whether ranks know of one launch queue, which one of them has; and what the log says of it in two steps."""
     rank = dist.get_rank()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if rank == 0 else "1"
     start(LAYOUTS["buckets"])
-    return getattr(Run(LAYOUTS["buckets"], CONFIG).model, ONE_QUEUE_ATTRIBUTE)
+    run = Run(LAYOUTS["buckets"], dataclasses.replace(CONFIG, refresh_interval=1))
+    run.let_launch("program")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run.step(0)
+        run.step(1)
+    return getattr(run.model, ONE_QUEUE_ATTRIBUTE), said.getvalue().count("one queue")
 
 
-def test_one_rank_with_one_launch_queue_is_enough_for_all():
-    assert processes.run(2, agreed) == [True, True]
+def test_one_rank_with_one_launch_queue_is_enough_for_all_and_the_log_says_so_once():
+    assert processes.run(2, agreed) == [(True, 1), (True, 0)]
