@@ -158,33 +158,69 @@ def blocks_at_a_time(width: int) -> int:
     return max(1, BATCH_BYTES // (SUM_BYTES * width**2))
 
 
-def transient_peak(groups: Sequence[WidthCosts], ranks: Sequence[int]) -> int:
-    """The most bytes that a refresh step takes at once besides the state, on one rank, by Householder on a CPU.
+@dataclass(frozen=True)
+class Transient:
+    """Bytes that the refresh of one group takes on one rank besides the state, by Householder on a CPU.
+
+    Attributes:
+        sums: captured, until they are packed.
+        reducing: the most that packing and summing take above the sums of other groups, those of the group included.
+        received: what is brought to the owner, until its blocks are renewed.
+        renewing: the most that renewing takes besides that.
+    """
+
+    sums: int
+    reducing: int
+    received: int
+    renewing: int
+
+    @classmethod
+    def of(cls, costs: WidthCosts, rank: int) -> "Transient":
+        """Those of a rank of a group."""
+        of_rank, alone = costs.of(rank), costs.ranks == 1
+        whole = SUM_BYTES * (costs.triangles + costs.weights * costs.count_terms) if alone else of_rank.reduced
+        # Four index tensors at first; then three, and the triangles of a weight.
+        packing = max(4 * INDEX_BYTES, 3 * INDEX_BYTES + SUM_BYTES * costs.blocks // costs.weights)
+        reducing = of_rank.sums + whole + packing * triangle(costs.width)
+        received = whole if alone else of_rank.from_others
+        if not alone:
+            part = SUM_BYTES * costs.chunk
+            reducing = max(reducing, 2 * whole + part, part + of_rank.to_owners + received)  # gloo copies
+        batch = min(costs.owned[rank], blocks_at_a_time(costs.width))
+        # Up to four square index tensors with the sums; then the sums, their average and its magnitudes.
+        unpacking = max(4 * INDEX_BYTES, 3 * INDEX_BYTES + SUM_BYTES * batch)
+        working = costs.basis_bytes * batch + max(unpacking, 3 * SUM_BYTES * batch) if batch else 0
+        return cls(of_rank.sums, reducing, received, working * costs.width**2)
+
+
+def transient_peak(chunks: Sequence[Sequence[Transient]], *, reduced_first: bool = False) -> int:
+    """The most bytes that a refresh step takes at once besides the state, on one rank.
 
     Captured sums are there first. Group by group they become triangles, which travel, and are squares again, a batch of
     blocks at a time, when they enter the moments.
 
     Args:
-        groups: in the order in which they are refreshed.
-        ranks: this rank's number in each of them.
+        chunks: the groups of each model chunk, in the order in which they are refreshed.
+        reduced_first: whether all groups of a chunk are reduced before the first is renewed, as where the program's
+            thread makes the collectives. The chunks before may then still be at work.
     """
-    left = peak = sum(costs.of(rank).sums for costs, rank in zip(groups, ranks, strict=True))
-    for costs, rank in zip(groups, ranks, strict=True):
-        of_rank, alone = costs.of(rank), costs.ranks == 1
-        whole = SUM_BYTES * (costs.triangles + costs.weights * costs.count_terms) if alone else of_rank.reduced
-        # Four index tensors at first; then three, and the triangles of a weight.
-        packing = max(4 * INDEX_BYTES, 3 * INDEX_BYTES + SUM_BYTES * costs.blocks // costs.weights)
-        peak = max(peak, left + whole + packing * triangle(costs.width))
-        left -= of_rank.sums
-        received = whole if alone else of_rank.from_others
-        if not alone:
-            part = SUM_BYTES * costs.chunk
-            peak = max(peak, left + 2 * whole + part, left + part + of_rank.to_owners + received)  # gloo copies
-        batch = min(costs.owned[rank], blocks_at_a_time(costs.width))
-        # Up to four square index tensors with the sums; then the sums, their average and its magnitudes.
-        unpacking = max(4 * INDEX_BYTES, 3 * INDEX_BYTES + SUM_BYTES * batch)
-        working = costs.basis_bytes * batch + max(unpacking, 3 * SUM_BYTES * batch) if batch else 0
-        peak = max(peak, left + received + working * costs.width**2)
+    left = peak = sum(group.sums for groups in chunks for group in groups)
+    before = 0  # what chunks that may be at work have received, and renew
+    for groups in chunks:
+        received = 0
+        for group in groups:
+            left -= group.sums
+            peak = max(peak, left + before + received + group.reducing)
+            if reduced_first:
+                received += group.received
+            else:
+                peak = max(peak, left + group.received + group.renewing)
+        if reduced_first:
+            waiting = received
+            for group in groups:
+                peak = max(peak, left + before + waiting + group.renewing)
+                waiting -= group.received
+            before += received + max((group.renewing for group in groups), default=0)
     return peak
 
 

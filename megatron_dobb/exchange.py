@@ -113,6 +113,8 @@ def share_out[Key: Any](
 class RefreshGroup:
     """Moments at their owners and bases at owners and holders, for weights of one width and one process group.
 
+    A refresh is `reduce`, `renew` and `exchange`, of which the second computes and the others communicate.
+
     Attributes:
         held: the blocks of which this rank holds a row, ascending: the first of `kept`.
         owned: the blocks whose moments are here, ascending; `moment [owned, b, b]` follows them.
@@ -181,10 +183,10 @@ class RefreshGroup:
         iterations: int,
         backend: Backend = "auto",
     ) -> RefreshCounts:
-        """Fold the captured sums of all ranks into the moments and renew the bases.
+        """Fold the captured sums of all ranks into the moments and renew the bases; collective.
 
         Args:
-            sums: captured on this rank since the last refresh, for every key. Emptied as they are packed.
+            sums: see `reduce`.
             beta: decay of the moments.
             method: how to orthogonalise.
             iterations: orthogonal iterations.
@@ -194,9 +196,32 @@ class RefreshGroup:
             Counts over all ranks of the group.
 
         Raises:
-            CaptureError: on every rank, if none captured a token for a weight that should have seen some.
+            CaptureError: see `exchange`.
         """
-        received = self.bring_to_owners(self._pack(sums))
+        received = [self.reduce(sums)]  # `renew` alone is to keep it
+        counts = self.renew(received.pop(), beta=beta, method=method, iterations=iterations, backend=backend)
+        return self.exchange(counts)
+
+    def reduce(self, sums: Mapping[str, MomentSum]) -> Tensor:
+        """Sum what all ranks have captured; collective.
+
+        Args:
+            sums: captured on this rank since the last refresh, for every key. Emptied as they are packed.
+
+        Returns:
+            Every triangle that this rank owns, then the token count of every weight that has one.
+        """
+        return self.bring_to_owners(self._pack(sums))
+
+    def renew(
+        self, received: Tensor, *, beta: float, method: Method, iterations: int, backend: Backend = "auto"
+    ) -> Tensor:
+        """Fold what `reduce` brought into the owned moments and renew their bases, without communication.
+
+        Returns:
+            `[3]` in int32: blocks that were left alone, those that Householder had to finish, and the number of a
+            weight that wrongly saw no token, or 0.
+        """
         end = len(self.owned) * self.triangle
         blocks = received[:end].view(-1, self.triangle).split(self.blocks_at_a_time)
         tokens = received[end:].view(-1, self.count_terms).sum(dim=1)[self.token_index]
@@ -217,7 +242,17 @@ class RefreshGroup:
                 )
             )
             self.basis[positions] = basis
-        counts = torch.cat([counts, self._unseen(tokens)[None]]).to(torch.int32)
+        return torch.cat([counts, self._unseen(tokens)[None]]).to(torch.int32)
+
+    def exchange(self, counts: Tensor) -> RefreshCounts:
+        """Send the bases that `renew` has made, and its counts, to who needs them; collective.
+
+        Returns:
+            Counts over all ranks of the group.
+
+        Raises:
+            CaptureError: on every rank, if none captured a token for a weight that should have seen some.
+        """
         everyone = self.send_to_holders(counts).tolist()
         self._check_seen({number for _, _, number in everyone if number})
         return RefreshCounts(sum(row[0] for row in everyone), sum(row[1] for row in everyone))
@@ -253,7 +288,8 @@ class RefreshGroup:
             if entry.total is not None:
                 flat[start:end] = pack_triangle(entry.total).flatten()
                 first = self.first_token + index * self.count_terms
-                flat[first : first + self.count_terms] = _split(entry.tokens, flat.dtype, self.count_terms)
+                for place, part in enumerate(_split(entry.tokens, flat.dtype, self.count_terms)):
+                    flat[first + place].fill_(part)  # a copy of a CPU tensor would wait for what the GPU has been given
                 entry.total = None
             start = end
         return flat
@@ -330,10 +366,10 @@ def _pieces(sizes: Sequence[int]) -> list[int]:
     return [*pieces, counts, 0]
 
 
-def _split(count: int, dtype: torch.dtype, terms: int) -> Tensor:
+def _split(count: int, dtype: torch.dtype, terms: int) -> list[int]:
     """A count as a sum of `terms` numbers of a dtype, each what the ones before it leave."""
-    parts = torch.zeros(terms, dtype=dtype)
-    for place in range(terms):
-        parts[place] = count
-        count -= int(parts[place])
+    parts = []
+    for _ in range(terms):
+        parts.append(int(torch.tensor(count, dtype=dtype, device="cpu")))
+        count -= parts[-1]
     return parts

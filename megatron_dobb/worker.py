@@ -83,11 +83,7 @@ class Worker:
             call: what to do.
             reads: the tensors that it reads and that nobody else keeps until it has.
         """
-        began = None
-        if self.stream is not None:
-            began = torch.cuda.current_stream(self.device).record_event()
-            for tensor in reads:
-                tensor.record_stream(self.stream)
+        began = self._hand_over(reads)
         if self._thread is None:
             arguments = (self._tasks, self.stream)
             self._thread = threading.Thread(target=_work, args=arguments, name="dobb-refresh", daemon=True)
@@ -95,6 +91,31 @@ class Worker:
         task = Task(call, began)
         self._tasks.put(task)
         return task
+
+    @torch.no_grad()
+    def launch[T](self, call: Callable[[], T], reads: Iterable[Tensor] = ()) -> T:
+        """Do something on this thread, here and now, but on a GPU on the stream of the calls given to `submit`.
+
+        What the program's stream is given later does not wait for it; what a later call is given does.
+
+        Args:
+            call: what to launch. Of what it returns, only later calls may read.
+            reads: see `submit`.
+        """
+        began = self._hand_over(reads)
+        if self.stream is None:
+            return call()
+        self.stream.wait_event(began)
+        with torch.cuda.stream(self.stream):
+            return call()
+
+    def _hand_over(self, reads: Iterable[Tensor]) -> Any:
+        """Let the stream of the calls read tensors of the program's; returns the event that they are written after."""
+        if self.stream is None:
+            return None
+        for tensor in reads:
+            tensor.record_stream(self.stream)
+        return torch.cuda.current_stream(self.device).record_event()
 
     def end(self, timeout: float) -> None:
         """Let the thread end after what it was given, and wait for that, at most `timeout` seconds."""

@@ -23,11 +23,12 @@ from .groups import MomentGroups
 from .manage import ChunkPlan, ManagedWeight
 from .messages import log_whole_model
 from .norms import ColumnNorms
+from .refresh_parts import has_one_launch_queue, launcher_of
 from .refreshes import ChunkRefresh, Members, Refreshes, make_groups, worker_of
 from .resumable import MOMENTUM, ResumableOptimizer, is_dobb
 
 GROUPS_ATTRIBUTE, KINDS_ATTRIBUTE = "dobb_moment_groups", "dobb_kinds_on_adamw"
-PHASES_ATTRIBUTE = "dobb_refresh_phases"
+PHASES_ATTRIBUTE, ONE_QUEUE_ATTRIBUTE = "dobb_refresh_phases", "dobb_one_launch_queue"
 
 
 class DobbDistributedOptimizer(ResumableOptimizer):
@@ -82,17 +83,19 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         groups there. So nothing depends on which ranks have experts.
         """
         if getattr(chunk, GROUPS_ATTRIBUTE, None) is None:
-            kinds, work_of = self._check_whole_model(chunk, plans)
+            kinds, work_of, one_queue = self._check_whole_model(chunk, plans)
             setattr(chunk, KINDS_ATTRIBUTE, kinds)
+            setattr(chunk, ONE_QUEUE_ATTRIBUTE, one_queue)
             setattr(chunk, PHASES_ATTRIBUTE, phases(work_of, self.dobb.refresh_interval) if self.dobb.stagger else {})
             setattr(chunk, GROUPS_ATTRIBUTE, MomentGroups.create(chunk, plans, self.dobb))
         return getattr(chunk, GROUPS_ATTRIBUTE)
 
-    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> tuple[set[str], dict[str, int]]:
+    def _check_whole_model(self, chunk: Any, plans: Sequence[ChunkPlan]) -> tuple[set[str], dict[str, int], bool]:
         """Check, over all ranks, that Dobb has something to do and that every name pattern names something.
 
         Returns:
-            See `ChunkPlan.kinds_on_adamw`: of the whole model; and the work of refreshing each of its weights.
+            See `ChunkPlan.kinds_on_adamw`: of the whole model; the work of refreshing each of its weights; and whether
+            any rank launches through one queue.
         """
         weights = {weight.name: weight for plan in plans for weight in plan.managed}.values()
         patterns = set().union(*(plan.patterns_used for plan in plans))
@@ -105,7 +108,8 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         everyone: list[Any] = [None] * dist.get_world_size()
         kinds = set().union(*(plan.kinds_on_adamw() for plan in plans))
         work_of = {weight.name: weight.features // weight.width * work(weight.width) for weight in weights}
-        dist.all_gather_object(everyone, (patterns, mine, kinds, work_of if self.dobb.stagger else {}))
+        known = (patterns, mine, kinds, work_of if self.dobb.stagger else {}, has_one_launch_queue())
+        dist.all_gather_object(everyone, known)
         self.dobb.check_patterns_used(set().union(*(used for used, *_ in everyone)))
         sizes = {key: size for _, theirs, *_ in everyone for key, size in theirs.items()}.values()
         matrices = sum(count for count, _ in sizes)
@@ -120,9 +124,8 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                 + "; ".join(f"{n} parameters: {reason}" for reason, n in reasons.items())
                 + ". Use --optimizer adam, or fewer --dobb-exclude patterns"
             )
-        return set().union(*(theirs for *_, theirs, _ in everyone)), functools.reduce(
-            operator.or_, (theirs for *_, theirs in everyone)
-        )
+        _, _, kinds_of_all, work_of_all, one_queue = zip(*everyone, strict=True)
+        return set().union(*kinds_of_all), functools.reduce(operator.or_, work_of_all), any(one_queue)
 
     def _build(
         self,
@@ -177,6 +180,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             self.diagnostics,
             self.is_expert,
             worker_of(self.model_chunks[0], self.refresh_groups[0].basis.device) if overlaps else None,
+            launcher_of(self.refresh_groups, getattr(self.model_chunks[0], ONE_QUEUE_ATTRIBUTE)),
             self._gradient_factor(),
         )
         self._begin_step()

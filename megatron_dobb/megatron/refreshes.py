@@ -6,14 +6,29 @@ while the program goes on with the backward pass; the call of the optimizer only
 rank are made by that one thread, chunk after chunk as their captures end. The ranks of a moment's process group are
 ranks of one pipeline stage, which run the same schedule: they make the same collectives in the same order.
 
-Without it, the same calls are made in the optimizer's call, one chunk after another.
+Where all streams of a GPU launch through one queue, that would not do. What depends on a collective holds up there
+whatever is launched after it, on other streams too. A rank whose thread launches the reduction before Megatron's next
+collective and one that launches them the other way round would wait for each other. So the program's own thread makes
+all collectives then, at places that its schedule fixes: it launches the reduction (on the other stream, and goes on)
+where the refresh starts, and the exchange in the optimizer's call, once the worker's thread, which now only computes,
+is done. This cannot block:
+
+1. A rank's collectives, Megatron's and these, are launched by one thread at fixed places of one schedule, which all
+   ranks of a stage have in common. So there is one order of all collectives of the job that every rank keeps to: that
+   in which they end when all ranks of all groups take each step of the schedule together.
+2. Let C be the first in that order that does not end. Whatever is ahead of it in the queue of one of its ranks is a
+   kernel or waits for a collective that the rank launched before C: the program's work is launched by the same thread,
+   and the worker's needs nothing but kernels and what the program had launched before them. Those collectives have all
+   ended, so C is launched on each of its ranks, and ends.
+
+Without `overlap_refresh`, the same calls are made in the optimizer's call, one chunk after another.
 """
 
 import functools
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +42,11 @@ from ..worker import Task, Worker
 from .diagnostics import Diagnostics, step_number
 from .groups import Ranks
 from .messages import log_refresh, say
+from .refresh_parts import Begun, Found, Launcher, RefreshParts
 
 WORKER_ATTRIBUTE = "dobb_worker"
 _CALCULATOR = "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"
 
-Found = list[tuple[RefreshGroup, RefreshCounts]]
 Members = dict[tuple[Ranks, int], dict[tuple[int, int], list[HeldWeight]]]
 """Weights by the ranks of their moments and their phase, and of these by model chunk and negative width."""
 
@@ -43,12 +58,12 @@ class ChunkRefresh:
     Attributes:
         capture: where its moments come from.
         groups: its refresh groups, in the order in which they are refreshed, each with its phase.
-        task: the refresh of the current step, if it has begun.
+        begun: the refresh of the current step, if it has begun.
     """
 
     capture: Capture
     groups: Sequence[tuple[RefreshGroup, int]]
-    task: Task[Found] | None = None
+    begun: Begun[Any] | None = None
 
 
 @dataclass
@@ -61,6 +76,7 @@ class Refreshes:
         diagnostics: what is told of the refreshes.
         is_expert: whose they are, for the diagnostics.
         worker: does them beside the program; None if nothing overlaps.
+        launcher: whose thread makes their collectives, with a worker.
         gradient_factor: what captured gradients are multiplied with.
         counts: blocks that refreshes left alone or Householder had to finish, since the start.
         step: attempted steps before the current one.
@@ -74,6 +90,7 @@ class Refreshes:
     diagnostics: Diagnostics
     is_expert: bool
     worker: Worker | None
+    launcher: Launcher = "worker"
     gradient_factor: float = 1.0
     counts: RefreshCounts = field(default_factory=RefreshCounts)
     step: int = 0
@@ -81,6 +98,7 @@ class Refreshes:
     announced: bool = False
 
     def __post_init__(self) -> None:
+        self._parts = RefreshParts(self.config, self.diagnostics, self.is_expert)
         # The hooks of the model must neither keep the optimizer alive nor go on capturing after it is gone. Nor must
         # this keep the model alive, which may know the optimizer: Megatron's configuration does.
         weakref.finalize(self, _remove, [weakref.ref(chunk.capture) for chunk in self.chunks]).atexit = False
@@ -99,47 +117,49 @@ class Refreshes:
         """
         self.step, self.asked, self.announced = step, asked, announced
         for chunk in self.chunks:
-            due = self._due(chunk) if chunk.task is None and self.config.captures else []
+            due = self._due(chunk) if chunk.begun is None and self.config.captures else []
             chunk.capture.begin(armed=bool(due), keys={weight.key for group in due for weight in group.weights})
 
     def finish(self) -> None:
         """Have all refreshes of the current step done, for whatever was captured.
 
         Raises:
-            CaptureError: see `RefreshGroup.refresh`. Other refreshes of the step are done.
+            CaptureError: see `RefreshGroup.exchange`. Other refreshes of the step are done.
         """
         for chunk in self.chunks:
-            if chunk.task is None and self._due(chunk):
+            if chunk.begun is None and self._due(chunk):
                 self._start(chunk)
         found: Found = []
         error: BaseException | None = None
         for chunk in self.chunks:
-            if chunk.task is not None:
+            if chunk.begun is not None:
+                begun, chunk.begun = chunk.begun, None
                 try:
-                    found += chunk.task.result()
+                    found += begun.result()
                 except Exception as raised:
                     error = error or raised
-                chunk.task = None
         if error is not None:
             raise error
         self._report(found, self.step + 1)
 
     def wait(self) -> None:
-        """Wait for refreshes that have begun, so that moments and bases are of one time. `finish` is still to come."""
+        """Wait until the owners' moments and bases are of one time, whatever has begun. `finish` is still to come."""
         for chunk in self.chunks:
-            if chunk.task is not None:
-                chunk.task.wait()
+            if chunk.begun is not None:
+                chunk.begun.wait()
 
     def forget(self) -> None:
         """Wait for refreshes that have begun and make nothing of them: other moments and bases are about to come."""
         self.wait()
         for chunk in self.chunks:
-            chunk.task = None
+            chunk.begun = None
 
     def of_gradients(self, sums: dict[str, MomentSum], step: int) -> None:
         """Refresh everything from the given sums at once."""
         number = step_number(step)
-        self._report([pair for chunk in self.chunks for pair in self._refresh(self._due(chunk), sums, number)], step)
+        self._report(
+            [found for chunk in self.chunks for found in self._parts.whole(self._due(chunk), sums, number)], step
+        )
         self.asked = False  # until the next step begins, which nobody may announce
 
     def _due(self, chunk: ChunkRefresh) -> list[RefreshGroup]:
@@ -155,12 +175,13 @@ class Refreshes:
                 "dobb: a forward pass in training mode came before the optimizer's zero_grad: its moments are used if "
                 "none follows, but nothing starts with them beside the backward pass"
             )
-        elif _one_launch_queue(chunk):
-            _say_once(
-                "dobb: refreshes do not overlap with the backward pass: with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams "
-                "launch through one queue, where Dobb's collectives and Megatron's could wait for each other"
-            )
         elif products_are_exact():
+            if self.launcher == "program":
+                _say_once(
+                    "dobb: bases are computed beside the backward pass, but exchanged in the optimizer's call: with "
+                    "CUDA_DEVICE_MAX_CONNECTIONS=1 all streams launch through one queue, where collectives that a "
+                    "thread of Dobb's launches and Megatron's could wait for each other"
+                )
             self._start(chunk)
         else:
             _say_once(
@@ -169,33 +190,22 @@ class Refreshes:
             )
 
     def _start(self, chunk: ChunkRefresh) -> None:
-        due, sums = self._due(chunk), chunk.capture.take()
+        due, sums, step = self._due(chunk), chunk.capture.take(), step_number(self.step + 1)
         if self.gradient_factor != 1.0:
             scale_sums(sums.values(), self.gradient_factor)
-        call = functools.partial(self._refresh, due, sums, step_number(self.step + 1))
-        if self.worker is not None:
-            chunk.task = self.worker.submit(call, [entry.total for entry in sums.values() if entry.total is not None])
+        totals = (entry.total for entry in sums.values() if entry.total is not None)  # a list would keep them alive
+        parts, worker = self._parts, self.worker
+        if worker is None:
+            task = Task(functools.partial(parts.whole, due, sums, step))
+            task.run()
+            chunk.begun = Begun(task, _as_it_is)
+        elif self.launcher == "worker":
+            task = worker.submit(functools.partial(parts.whole, due, sums, step), totals)
+            chunk.begun = Begun(task, _as_it_is)
         else:
-            chunk.task = Task(call)
-            chunk.task.run()
-
-    @torch.no_grad()
-    def _refresh(self, groups: Sequence[RefreshGroup], sums: dict[str, MomentSum], step: int) -> Found:
-        found = []
-        for group in groups:
-            with (
-                torch.profiler.record_function("dobb::refresh"),
-                self.diagnostics.refresh(group, step, self.is_expert),
-            ):
-                counts = group.refresh(
-                    sums,
-                    beta=self.config.moment_beta,
-                    method=self.config.qr,
-                    iterations=self.config.iterations,
-                    backend=self.config.backend,
-                )
-            found.append((group, counts))
-        return found
+            received = worker.launch(functools.partial(parts.reduce, due, sums), totals)
+            renewed = worker.submit(functools.partial(parts.renew, due, received, step))
+            chunk.begun = Begun(renewed, parts.exchange)
 
     def _report(self, found: Found, step: int) -> None:
         to_report = RefreshCounts()
@@ -242,16 +252,6 @@ def make_groups(
     return made
 
 
-def _one_launch_queue(chunk: ChunkRefresh) -> bool:
-    """Whether collectives of two streams can block each other on the device.
-
-    In one queue, what depends on a collective holds up everything behind it, on other streams too. A rank that has the
-    refresh's collective first and one that has Megatron's first would then wait for each other.
-    """
-    on_gpu = any(group.ranks > 1 and group.basis.device.type == "cuda" for group, _ in chunk.groups)
-    return on_gpu and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-
-
 def worker_of(model_chunk: object, device: torch.device) -> Worker:
     """The one worker of a rank, whose dense weights and experts may be in two optimizers."""
     worker: Worker | None = getattr(model_chunk, WORKER_ATTRIBUTE, None)
@@ -272,6 +272,10 @@ def microbatches_of_a_step() -> int | None:
 def _complete(refreshes: "weakref.ref[Refreshes]", number: int) -> None:
     if (alive := refreshes()) is not None:
         alive._complete(alive.chunks[number])
+
+
+def _as_it_is(found: Found) -> Found:
+    return found
 
 
 def _remove(captures: "Sequence[weakref.ref[Capture]]") -> None:

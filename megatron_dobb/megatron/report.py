@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..costs import RankCosts, WidthCosts, momentum_costs, refresh_costs, transient_peak
+from ..costs import RankCosts, Transient, WidthCosts, momentum_costs, refresh_costs, transient_peak
 from ..exchange import RefreshGroup
 from ..owners import imbalance
 from .manage import ChunkPlan, ManagedWeight
@@ -60,7 +60,6 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
     stock = sum(found.dobb_stock_numel for found in layouts)
     settings = optimizer.dobb
     of_rank = rank_costs(optimizer)
-    peak = transient_peak(group_costs(optimizer), [group.rank for group in optimizer.refresh_groups])
     norms = optimizer.column_norms.bytes_reduced() if settings.norm == "l2" else 0
     others = f"{norms / MIB:.2f} MiB of column norms on every step" if norms else "nothing on other steps"
     more = f" ({100 * (padded - stock) / stock:+.2f} %)" if stock else ""
@@ -68,7 +67,8 @@ def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
         f"dobb: param/grad buffers of {padded:,} elements, {padded - stock:,} more than AdamW's{more}",
         f"dobb: state of this rank: momentum {of_rank.momentum / MIB:.1f} MiB, "
         f"moments {of_rank.moments / MIB:.1f} MiB, bases {of_rank.bases / MIB:.1f} MiB; "
-        f"captured sums of a refresh step {of_rank.sums / MIB:.1f} MiB, its highest point {peak / MIB:.1f} MiB",
+        f"captured sums of a refresh step {of_rank.sums / MIB:.1f} MiB, its highest point "
+        f"{refresh_peak(optimizer) / MIB:.1f} MiB",
         f"dobb: sent by this rank on a refresh step: {of_rank.reduced / MIB:.2f} MiB reduce-scattered, "
         f"{of_rank.to_owners / MIB:.2f} MiB to owners, {of_rank.to_holders / MIB:.2f} MiB of bases; {others}",
         *_balance_lines(optimizer.refresh_groups),
@@ -100,6 +100,15 @@ def rank_costs(optimizer: DobbDistributedOptimizer) -> RankCosts:
     for group, found in zip(optimizer.refresh_groups, group_costs(optimizer), strict=True):
         costs += found.of(group.rank)
     return costs
+
+
+def refresh_peak(optimizer: DobbDistributedOptimizer) -> int:
+    """The most bytes that a refresh step takes at once on this rank besides the state."""
+    refreshes, costs = optimizer.refreshes, iter(group_costs(optimizer))
+    return transient_peak(
+        [[Transient.of(next(costs), group.rank) for group, _ in chunk.groups] for chunk in refreshes.chunks],
+        reduced_first=refreshes.worker is not None and refreshes.launcher == "program",
+    )
 
 
 def group_costs(optimizer: DobbDistributedOptimizer) -> list[WidthCosts]:

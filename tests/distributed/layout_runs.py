@@ -196,6 +196,11 @@ class Run:
         """The refresh groups of all optimizers."""
         return [group for optimizer in self.dobbs for group in optimizer.refresh_groups]
 
+    def let_launch(self, launcher: str) -> None:
+        """Let the program's thread, or the worker's, make the collectives of refreshes, as if CUDA asked for it."""
+        for optimizer in self.dobbs:
+            optimizer.refreshes.launcher = launcher
+
     def step(self, number: int) -> float:
         """Train on global batch `number`; returns the loss on all of it, before the step."""
         own = gpt.train_step(self.chunks, self.optimizer, global_batch(number), self.layout.micro_batch)

@@ -39,12 +39,14 @@ def assert_same(found, expected):
                 assert torch.equal(ours[key], theirs[key]), (kind, key)
 
 
-def trained(layout, config, steps=STEPS, prepare=None, layers=None):
-    """Train; returns this rank's state and where its refreshes ran."""
+def trained(layout, config, steps=STEPS, prepare=None, layers=None, launcher="worker"):
+    """Train; returns this rank's state and which thread did each part of its refreshes."""
     run = Run(layout, config, {"num_layers": layers or 2 * layout.chunks})
+    run.let_launch(launcher)
     threads = set()
     for group in run.groups:
-        group.refresh = functools.partial(note_thread, group.refresh, threads)
+        for part in ("reduce", "renew", "exchange"):
+            setattr(group, part, functools.partial(note_thread, getattr(group, part), part, threads))
     if prepare:
         prepare(run)
     for step in range(steps):
@@ -52,14 +54,23 @@ def trained(layout, config, steps=STEPS, prepare=None, layers=None):
     return run.snapshot(), threads
 
 
-def note_thread(refresh, threads, *args, **settings):
-    threads.add(threading.current_thread().name)
-    return refresh(*args, **settings)
+def note_thread(call, part, threads, *args, **settings):
+    threads.add((part, threading.current_thread().name))
+    return call(*args, **settings)
 
 
-def with_and_without(layout, config):
+def all_on(thread):
+    return {("reduce", thread), ("renew", thread), ("exchange", thread)}
+
+
+BESIDE, IN_THE_CALL = all_on("dobb-refresh"), all_on("MainThread")
+COMPUTED_BESIDE = {("reduce", "MainThread"), ("renew", "dobb-refresh"), ("exchange", "MainThread")}
+
+
+def in_every_way(layout, config):
     start(layout)
-    return [trained(layout, dataclasses.replace(config, overlap_refresh=overlap)) for overlap in (True, False)]
+    plain = dataclasses.replace(config, overlap_refresh=False)
+    return trained(layout, config), trained(layout, config, launcher="program"), trained(layout, plain)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +79,10 @@ def with_and_without(layout, config):
 def test_training_is_the_same_to_the_last_bit_with_and_without_overlap(name, stagger):
     layout = LAYOUTS[name]
     config = dataclasses.replace(CONFIG, stagger=stagger)
-    for (overlapped, threads), (plain, others) in processes.run(layout.world, with_and_without, layout, config):
-        assert threads == {"dobb-refresh"}
-        assert others == {"MainThread"}
-        assert_same([overlapped], [plain])
+    for found in processes.run(layout.world, in_every_way, layout, config):
+        (by_worker, by_program, plain), threads = zip(*found, strict=True)
+        assert threads == (BESIDE, COMPUTED_BESIDE, IN_THE_CALL)
+        assert_same([by_worker, by_program], [plain, plain])
 
 
 # Races.
@@ -112,7 +123,7 @@ def test_five_hundred_refreshes_with_random_delays_are_those_without_overlap():
     layout, config = Layout(2, micro_batch=12), dataclasses.replace(CONFIG, refresh_interval=1)
     ranks = processes.run(2, with_and_without_delays, layout, config, REFRESHES, timeout=240)
     for (overlapped, threads), (plain, others) in ranks:
-        assert (threads, others) == ({"dobb-refresh"}, {"MainThread"})
+        assert (threads, others) == (BESIDE, IN_THE_CALL)
         assert_same([overlapped], [plain])
 
 

@@ -1,9 +1,11 @@
 """What else a program may do while a refresh runs beside it, or once its optimizer is gone."""
 
+import copy
 import dataclasses
 import functools
 import gc
 import itertools
+import pickle
 import weakref
 
 import checkpoint_runs
@@ -89,6 +91,35 @@ def test_an_optimizer_that_is_gone_leaves_neither_hooks_nor_bases_and_the_next_o
         assert alive == [[3, 0]] * 3
         assert hooks == 0
         assert not model_is_alive
+
+
+def copied(settings):
+    """What becomes of copies of a model and of its configurations, once an optimizer has made a step."""
+    start(LAYOUT)
+    run = Run(LAYOUT, settings)
+    run.step(0)
+    run.model.config.grad_scale_func = None  # a method of the optimizer, which Megatron's process groups are part of
+    found = {}
+    for name, original in {
+        "model": run.model.module,
+        "state": run.model.module.state_dict(),
+        "its configuration": run.model.config,
+        "configuration of the optimizer": run.optimizer.chained_optimizers[0].config,
+    }.items():
+        for way in (copy.deepcopy, lambda original: pickle.loads(pickle.dumps(original))):
+            try:
+                made = way(original)
+            except Exception as error:
+                made = error
+            found.setdefault(name, []).append(str(made) if isinstance(made, Exception) else type(made).__name__)
+        assert getattr(made, "dobb", settings) == settings
+    return found
+
+
+def test_what_can_be_copied_of_a_model_that_adamw_trains_can_be_copied_with_dobb():
+    with_dobb, with_adamw = (processes.run(2, copied, settings) for settings in (CONFIG, None))
+    assert with_dobb == with_adamw
+    assert with_dobb[0]["configuration of the optimizer"] == ["OptimizerConfig"] * 2
 
 
 def steps_without_zero_grad(overlap):

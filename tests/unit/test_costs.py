@@ -67,6 +67,14 @@ def test_costs_add_up():
     assert (a + b).refresh == 13
 
 
+def test_what_waits_to_be_renewed_counts_where_groups_or_chunks_are_reduced_first():
+    small, large = costs.Transient(10, 16, 5, 3), costs.Transient(10, 30, 5, 3)
+    assert costs.transient_peak([[small, large]]) == costs.transient_peak([[small], [large]]) == 30
+    assert costs.transient_peak([[small, large]], reduced_first=True) == 30 + 5
+    assert costs.transient_peak([[small], [large]], reduced_first=True) == 30 + 5 + 3, "it may be at work"
+    assert costs.transient_peak([[costs.Transient(1, 1, 5, 9)] * 2], reduced_first=True) == 5 + 5 + 9
+
+
 def test_costs_need_no_torch():
     code = "import sys, megatron_dobb.costs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

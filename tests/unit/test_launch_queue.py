@@ -1,32 +1,35 @@
-"""When collectives of two streams could block each other on a device."""
+"""Whose thread makes the collectives of refreshes: where those of two streams could block each other, the program's."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_dobb.megatron.refreshes import ChunkRefresh, _one_launch_queue
+from megatron_dobb.megatron.refresh_parts import has_one_launch_queue, launcher_of
 
 
-def chunk(device, ranks):
-    group = SimpleNamespace(ranks=ranks, basis=torch.empty(0))
-    if device == "cuda":
-        group.basis = SimpleNamespace(device=torch.device("cuda", 0))
-    return ChunkRefresh(None, [(group, 0)])
+def group(device, ranks):
+    return SimpleNamespace(ranks=ranks, basis=SimpleNamespace(device=torch.device(device)))
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "connections", "blocks"),
+    ("groups", "one_queue", "launcher"),
     [
-        ("cuda", 2, "1", True),
-        ("cuda", 2, "8", False),
-        ("cuda", 2, None, False),
-        ("cuda", 1, "1", False),
-        ("cpu", 2, "1", False),
+        ([("cuda", 2)], True, "program"),
+        ([("cuda", 1), ("cuda", 2)], True, "program"),
+        ([("cuda", 2)], False, "worker"),
+        ([("cuda", 1)], True, "worker"),
+        ([("cpu", 2)], True, "worker"),
+        ([], True, "worker"),
     ],
 )
-def test_only_several_ranks_with_one_queue_on_a_gpu_can(monkeypatch, device, ranks, connections, blocks):
+def test_only_several_ranks_with_one_queue_on_a_gpu_leave_collectives_to_the_program(groups, one_queue, launcher):
+    assert launcher_of([group(*each) for each in groups], one_queue) == launcher
+
+
+@pytest.mark.parametrize(("connections", "found"), [("1", True), ("8", False), (None, False)])
+def test_one_queue_is_what_cuda_is_asked_for(monkeypatch, connections, found):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    assert _one_launch_queue(chunk(device, ranks)) == blocks
+    assert has_one_launch_queue() is found

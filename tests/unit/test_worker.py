@@ -1,11 +1,13 @@
 """Work beside the program: its order, what it raises, and that nothing of it stays."""
 
+import contextlib
 import gc
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -47,16 +49,43 @@ def test_an_error_reaches_who_asks_and_the_next_call_runs():
         failing.result()
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_no_gradient_is_recorded(beside):
+def run_here(call):
+    task = Task(call)
+    task.run()
+    return task.result()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [lambda call: Worker(CPU).submit(call).result(), Worker(CPU).launch, run_here],
+    ids=["submit", "launch", "run"],
+)
+def test_no_gradient_is_recorded(run):
     x = torch.ones(2, requires_grad=True)
-    if beside:
-        found = Worker(CPU).submit(lambda: x * 2).result()
-    else:
-        task = Task(lambda: x * 2)
-        task.run()
-        found = task.result()
-    assert not found.requires_grad
+    assert not run(lambda: x * 2).requires_grad
+
+
+def test_what_is_launched_here_is_on_the_stream_of_the_calls_behind_what_the_program_had_launched(monkeypatch):
+    cuda, current, seen = mock.Mock(), [], []
+    cuda.current_stream.return_value.record_event.side_effect = lambda: seen.append("event of the program")
+    cuda.Stream.return_value.wait_event.side_effect = lambda event: seen.append("wait")
+    cuda.stream.side_effect = lambda stream: on(stream, current)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    worker, read = Worker(torch.device("cuda", 0)), mock.Mock()
+
+    def call():
+        seen.append(("call", threading.current_thread().name, *current))
+
+    worker.launch(call, [read])
+    assert seen == ["event of the program", "wait", ("call", "MainThread", worker.stream)]
+    read.record_stream.assert_called_once_with(worker.stream)
+
+
+@contextlib.contextmanager
+def on(stream, current):
+    current.append(stream)
+    yield
+    current.pop()
 
 
 def test_what_a_call_held_is_released_with_its_task():

@@ -1,0 +1,133 @@
+"""The refresh of some groups, whole or in the parts of which the program's own thread makes those that communicate."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..capture import MomentSum
+from ..config import DobbConfig
+from ..exchange import RefreshCounts, RefreshGroup
+from ..worker import Task
+from .diagnostics import Diagnostics
+
+Launcher = Literal["worker", "program"]
+"""Whose thread makes the collectives of refreshes: see `refreshes`."""
+
+Found = list[tuple[RefreshGroup, RefreshCounts]]
+Renewed = list[tuple[RefreshGroup, Tensor]]
+"""Groups whose owned blocks are renewed, and the counts that are to be exchanged with the bases."""
+
+
+def has_one_launch_queue() -> bool:
+    """Whether this process asked CUDA to put the launches of all streams into one queue."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def launcher_of(groups: Iterable[RefreshGroup], one_launch_queue: bool) -> Launcher:
+    """Whose thread is to make the collectives of some groups.
+
+    Args:
+        groups: of one rank.
+        one_launch_queue: whether any rank of the job has one, so that all ranks decide alike.
+    """
+    on_gpu = any(group.ranks > 1 and group.basis.device.type == "cuda" for group in groups)
+    return "program" if on_gpu and one_launch_queue else "worker"
+
+
+@dataclass
+class Begun[T]:
+    """A refresh that has begun.
+
+    Attributes:
+        task: what is done beside the program.
+        complete: what the program has to do with the task's result, once.
+    """
+
+    task: Task[T]
+    complete: Callable[[T], Found]
+
+    def wait(self) -> None:
+        """Wait for what is done beside the program: moments and bases of owned blocks are of one time after it."""
+        self.task.wait()
+
+    def result(self) -> Found:
+        """Wait, and do what is left to do; collective if that is.
+
+        Raises:
+            BaseException: what the task raised, or what is left.
+        """
+        return self.complete(self.task.result())
+
+
+@dataclass(frozen=True)
+class RefreshParts:
+    """What is done for the groups of one chunk that are due, group by group.
+
+    Attributes:
+        config: the settings.
+        diagnostics: what is told of the refreshes.
+        is_expert: whose they are, for the diagnostics.
+    """
+
+    config: DobbConfig
+    diagnostics: Diagnostics
+    is_expert: bool
+
+    @torch.no_grad()
+    def whole(self, groups: Sequence[RefreshGroup], sums: dict[str, MomentSum], step: int) -> Found:
+        """All parts; see `RefreshGroup.refresh`."""
+        found = []
+        for group in groups:
+            with torch.profiler.record_function("dobb::refresh"), self.diagnostics.refresh(group, step, self.is_expert):
+                counts = group.refresh(sums, **self._how())
+            found.append((group, counts))
+        return found
+
+    def reduce(self, groups: Sequence[RefreshGroup], sums: dict[str, MomentSum]) -> list[Tensor]:
+        """What `RefreshGroup.reduce` returns for each group; collective."""
+        with torch.profiler.record_function("dobb::reduce"):
+            return [group.reduce(sums) for group in groups]
+
+    def renew(self, groups: Sequence[RefreshGroup], received: list[Tensor], step: int) -> Renewed:
+        """See `RefreshGroup.renew`.
+
+        Args:
+            groups: those of `reduce`.
+            received: what that returned; emptied group by group, to save memory.
+            step: number of the step, for the diagnostics.
+        """
+        renewed = []
+        received.reverse()
+        for group in groups:
+            with torch.profiler.record_function("dobb::refresh"), self.diagnostics.refresh(group, step, self.is_expert):
+                counts = group.renew(received.pop(), **self._how())
+            renewed.append((group, counts))
+        return renewed
+
+    def exchange(self, renewed: Renewed) -> Found:
+        """See `RefreshGroup.exchange`; collective. All groups make it, whatever the counts of some of them say."""
+        found: Found = []
+        error: Exception | None = None
+        with torch.profiler.record_function("dobb::exchange"):
+            for group, counts in renewed:
+                if counts.is_cuda:  # made on the stream of the worker
+                    counts.record_stream(torch.cuda.current_stream())
+                try:
+                    found.append((group, group.exchange(counts)))
+                except Exception as raised:
+                    error = error or raised
+        if error is not None:
+            raise error
+        return found
+
+    def _how(self) -> dict[str, Any]:
+        return {
+            "beta": self.config.moment_beta,
+            "method": self.config.qr,
+            "iterations": self.config.iterations,
+            "backend": self.config.backend,
+        }
