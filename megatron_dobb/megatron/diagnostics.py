@@ -132,8 +132,8 @@ class Diagnostics:
         if not sinks and not self._said_that_nobody_listens:
             self._said_that_nobody_listens = True
             print(
-                f"dobb: {flag('log_diagnostics_interval')} {config.dobb.log_diagnostics_interval}, but nothing takes "
-                f"the diagnostics of step {step} or of those to come: give --tensorboard-dir (with tensorboard) or "
+                f"dobb: {flag('log_diagnostics_interval')} is set, but nothing takes the "
+                f"diagnostics of step {step} or of those to come: give --tensorboard-dir (with tensorboard) or "
                 f"--wandb-project, or set OptimizerConfig.{SINK_ATTRIBUTE} to a function of step and figures",
                 flush=True,
             )
