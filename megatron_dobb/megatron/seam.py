@@ -270,7 +270,17 @@ def _patch_checkpoints(module: ModuleType) -> None:
     used = ("sharded_state_dict", "checkpoint_dir", "process_group", "validate_access_integrity", "strict")
     load = compat.probe(module, "load", used)
     load_common = compat.probe(module, "load_common_state_dict", ("checkpoint_dir",))
-    signature = inspect.signature(load)
+    save = compat.probe(module, "save", ("sharded_state_dict", "checkpoint_dir", "content_metadata"))
+    signature, signature_of_save = inspect.signature(load), inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_with_facts(*args: Any, **kwargs: Any) -> Any:
+        from .resumable import with_facts
+
+        given = signature_of_save.bind(*args, **kwargs)
+        state, metadata = given.arguments["sharded_state_dict"], given.arguments.get("content_metadata")
+        given.arguments["content_metadata"] = with_facts(metadata, state)
+        return save(*given.args, **given.kwargs)
 
     @functools.wraps(load)
     def checked_load(*args: Any, **kwargs: Any) -> Any:
@@ -306,6 +316,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
             note_writer(common)
         return common
 
+    module.save = save_with_facts  # type: ignore[attr-defined]
     module.load = checked_load  # type: ignore[attr-defined]
     module.load_common_state_dict = load_common_state_dict  # type: ignore[attr-defined]
 

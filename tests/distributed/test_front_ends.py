@@ -182,8 +182,8 @@ def test_state_that_a_program_moved_away_and_back_goes_on_training():
     assert_same(processes.run(2, bf16, True), processes.run(2, bf16, False))
 
 
-def test_a_program_that_names_its_own_content_metadata_resumes(tmp_path):
-    """As verl saves: its own metadata for `sharded_state_dict` and `save`, and what was stored for a load."""
+def test_a_program_that_saves_other_metadata_than_it_gave_the_optimizer_resumes(tmp_path):
+    """As verl saves: the metadata are made anew for `save`. It loads with those that are stored."""
 
     def run():
         def build():
@@ -196,10 +196,11 @@ def test_a_program_that_names_its_own_content_metadata_resumes(tmp_path):
         megatron_dobb.install(SETTINGS)
         model, built = build()
         train(model, built)
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
         weights = model.module.sharded_state_dict()
-        state = {"model": weights, "optimizer": built.sharded_state_dict(weights, metadata=metadata)}
+        state = {"model": weights, "optimizer": built.sharded_state_dict(weights, metadata=dict(metadata))}
         dist_checkpointing.save(state, str(tmp_path), content_metadata=metadata)
+        assert "dobb" not in metadata
         other, resumed = build()
         metadata = dist_checkpointing.load_content_metadata(checkpoint_dir=str(tmp_path))
         weights = other.module.sharded_state_dict()
