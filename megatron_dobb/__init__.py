@@ -1,7 +1,8 @@
 """Dobb: a distributed optimizer with block-diagonal eigenbases, for Megatron-LM and plain PyTorch.
 
 `Dobb` is a `torch.optim.Optimizer` for any model; `DobbConfig` holds the settings; `install` teaches Megatron
-`--optimizer dobb`. Names are imported on first use, so that the autoload hook costs nothing.
+`--optimizer dobb`, or, given a `DobbConfig`, does without a command line. Names are imported on first use, so that the
+autoload hook costs nothing.
 """
 
 import importlib

@@ -1,5 +1,5 @@
 """Dobb inside Megatron-Core. Nothing outside this folder imports `megatron`."""
 
-from .seam import install
+from .seam import configure, install
 
-__all__ = ["install"]
+__all__ = ["configure", "install"]

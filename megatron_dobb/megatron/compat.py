@@ -8,7 +8,9 @@ from packaging.version import InvalidVersion, Version
 
 from ..errors import UnsupportedError
 
-SUPPORTED = SpecifierSet(">=0.19,<0.21", prereleases=True)
+RANGE = ">=0.19,<0.21"
+"""pyproject.toml and the doctor say the same; a test compares them."""
+SUPPORTED = SpecifierSet(RANGE, prereleases=True)
 
 
 def megatron_version() -> str:
@@ -31,7 +33,7 @@ def check_version(version: str) -> None:
     if not supported:
         raise UnsupportedError(
             f"megatron-core {version} is not supported: megatron_dobb needs {SUPPORTED}; "
-            "install one with: pip install 'megatron-core>=0.19,<0.21'"
+            f"install one with: pip install 'megatron-core{RANGE}'"
         )
 
 

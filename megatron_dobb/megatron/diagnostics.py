@@ -131,10 +131,11 @@ class Diagnostics:
             sink(step, figures)
         if not sinks and not self._said_that_nobody_listens:
             self._said_that_nobody_listens = True
+            interval = next(iter(self._observers.values())).interval
             print(
-                f"dobb: {flag('log_diagnostics_interval')} {config.dobb.log_diagnostics_interval}, but nothing takes "
-                f"the diagnostics of step {step} or of those to come: give --tensorboard-dir (with tensorboard) or "
-                f"--wandb-project, or set OptimizerConfig.{SINK_ATTRIBUTE} to a function of step and figures",
+                f"dobb: {flag('log_diagnostics_interval')} {interval}, but nothing takes the diagnostics of step "
+                f"{step} or of those to come: give --tensorboard-dir (with tensorboard) or --wandb-project, or set "
+                f"OptimizerConfig.{SINK_ATTRIBUTE} to a function of step and figures",
                 flush=True,
             )
 

@@ -111,6 +111,7 @@ class ChunkPlan:
 
     Attributes:
         root: the model chunk.
+        settings: with which they were chosen.
         managed: the weights on Dobb; one that several modules share appears once for each.
         adamw: number of parameters on AdamW and of their elements, for each reason.
         patterns_used: the user's name patterns that matched a weight here.
@@ -118,6 +119,7 @@ class ChunkPlan:
     """
 
     root: nn.Module
+    settings: DobbConfig
     managed: list[ManagedWeight] = field(default_factory=list)
     adamw: Counter[tuple[str, str]] = field(default_factory=Counter)
     patterns_used: set[str] = field(default_factory=set)
@@ -147,7 +149,7 @@ def manage(root: nn.Module, config: DobbConfig) -> ChunkPlan:
     Raises:
         BlockError: if a managed weight cannot be cut into the blocks that the settings ask for.
     """
-    plan = ChunkPlan(root)
+    plan = ChunkPlan(root, config)
     managed: dict[int, ManagedWeight] = {}
     reasons: dict[int, str] = {}
     matrices = list(_matrices(root))

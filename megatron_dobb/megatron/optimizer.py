@@ -38,7 +38,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
     other groups go through Megatron's inner AdamW. On a refresh step the moments are reduced and the bases renewed
     before the gradients are looked at, so that a step that Megatron skips drops only the update.
 
-    `config.dobb` must hold the `DobbConfig` and every model chunk the `dobb_plan` that the patched DDP leaves there.
+    Every model chunk must have the `dobb_plan` that the patched DDP leaves there, which holds the `DobbConfig` too.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         model_chunks: Sequence[Any],
         **kwargs: Any,
     ) -> None:
-        self.dobb: DobbConfig = config.dobb
+        self.dobb: DobbConfig = model_chunks[0].dobb_plan.settings
         self.attempted_steps = 0
         self.refresh_is_asked = False
         self.captures = []
@@ -280,6 +280,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         """
         if self.is_stub_optimizer:
             return super().step_with_ready_grads()
+        self._follow_moved_state()
         gradients = [[_gradient(shard) for shard in shards] for shards in self.shards]
         ops.check(self._pending)
         self._pending = []
@@ -309,6 +310,18 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         self.diagnostics.after_update(self, gradients, scales)
         with self._only_adamw_groups():
             return super().step_with_ready_grads()
+
+    def _follow_moved_state(self) -> None:
+        """Update the masters and momenta that Megatron has now.
+
+        Programs that take the optimizer's state off the GPU between phases (verl does) give the shards other storage
+        and the inner optimizer other tensors. What the segments were built on would be updated and never be read.
+        """
+        for segments, shards in zip(self.segments, self.shards, strict=True):
+            for segment, shard in zip(segments, shards, strict=True):
+                if segment.weight.data_ptr() != shard.data_ptr() or segment.weight.device != shard.device:
+                    segment.weight = shard.detach()
+                segment.momentum = self.optimizer.state[shard][MOMENTUM]
 
     def _grams(self, gradients: Sequence[Sequence[Tensor]]) -> dict[str, MomentSum]:
         """What this rank's part of the gradient adds to `G^T G` of every weight, or to `G G^T` on the output side."""

@@ -1,6 +1,7 @@
 """How Dobb's part of the distributed optimizer is saved to and loaded from Megatron's distributed checkpoints."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from .saved import METADATA, Saved
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
 PLACEHOLDER = "exp_avg_sq"  # what AdamW has besides and Dobb has not
 STATE = "dobb"
+FACTS = "dobb_facts"
+"""Where a save finds what belongs into its content metadata, if the program gives it others than `metadata`."""
 INCOMPLETE_ATTRIBUTE = "dobb_moments_are_incomplete"
 
 
@@ -83,9 +86,10 @@ class ResumableOptimizer(ReshardableOptimizer):
         state = super().sharded_state_dict(model_sharded_state_dict, is_loading, sharding_type, metadata)
         blocks = self._state_of_blocks()
         if not is_loading:
+            state[STATE] = blocks.to_save()
             if not self.is_expert:  # every rank has the optimizer of the other weights, and it comes first
                 metadata[METADATA] = self._facts().plain()
-            state[STATE] = blocks.to_save()
+                state[FACTS] = LocalNonpersistentObject(metadata[METADATA])
         elif saved is not None:
             state[STATE] = {**blocks.to_load(saved), "saved": LocalNonpersistentObject(saved.plain())}
         else:
@@ -95,7 +99,7 @@ class ResumableOptimizer(ReshardableOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `sharded_state_dict` asked for, once a checkpoint has filled it in."""
         self.refreshes.forget()
-        state = {key: value for key, value in state_dict.items() if key != STATE}
+        state = {key: value for key, value in state_dict.items() if key not in (STATE, FACTS)}
         mine = state_dict.get(STATE)
         if mine is not None and mine["saved"] is None:
             state = self._with_groups_of_ours(state)
@@ -269,3 +273,23 @@ def _same_kind(ours: dict[str, Any], other: dict[str, Any]) -> bool:
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     return all(ours.get(key) == other.get(key) for key in param_group_identifier_keys if key != "optimizer")
+
+
+def with_facts(metadata: dict[str, Any] | None, state: Any) -> dict[str, Any] | None:
+    """Content metadata for a save of this state: with Dobb's facts, if it has state of Dobb and they lack them.
+
+    Programs (verl is one) make the dictionary that they save anew, where Megatron's has been through
+    `sharded_state_dict`. No load could continue such a checkpoint.
+    """
+    facts = next(_facts_in(state), None)
+    if facts is None or METADATA in (metadata or {}):
+        return metadata
+    return {**(metadata or {}), METADATA: facts}
+
+
+def _facts_in(state: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(state, dict):
+        if FACTS in state:
+            yield state[FACTS].unwrap()
+        for value in state.values():
+            yield from _facts_in(value)

@@ -11,26 +11,35 @@ from typing import Any
 
 from .. import layout
 from ..config import DobbConfig
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..postimport import Patch, after_import
-from . import compat
+from . import compat, configs
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, OUTPUT_SIDE_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
 
+_OF_BUILD = ("config", "model_chunks", "param_groups")
+
 _active: DobbConfig | None = None
+_given_by_program = False
 _installed = False
 
 
-def install() -> None:
+def install(config: DobbConfig | None = None) -> None:
     """Patch Megatron now, as far as it is imported, and the rest as soon as it is.
+
+    Args:
+        config: for programs without Megatron's command line: puts all models on Dobb that this process wraps in
+            Megatron's `DistributedDataParallel` from now on. Without it, `--optimizer dobb` and `configure` do.
 
     Raises:
         UnsupportedError: now or at Megatron's import, if its version is outside the supported range.
     """
     global _installed
+    if config is not None:
+        configure(config)
     if _installed:
         return
     _installed = True
@@ -51,7 +60,22 @@ def patches() -> dict[str, Patch]:
 
 
 def configure(config: DobbConfig | None) -> None:
-    """Use these settings for the models that are wrapped from now on; None turns Dobb off."""
+    """Use these settings for the models that are wrapped from now on; None turns Dobb off.
+
+    Raises:
+        ConfigError: if it is neither a `DobbConfig` nor None.
+    """
+    global _given_by_program
+    if config is not None and not isinstance(config, DobbConfig):
+        raise ConfigError(
+            f"megatron_dobb.install takes a DobbConfig, and was given {config!r}: give it one, such as "
+            "DobbConfig(blocks=16)"
+        )
+    _use(config)
+    _given_by_program = config is not None
+
+
+def _use(config: DobbConfig | None) -> None:
     global _active
     _active = config
 
@@ -84,8 +108,13 @@ def _patch_arguments(arguments: ModuleType) -> None:
 
     @functools.wraps(validate)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if _given_by_program:
+            raise ConfigError(
+                f"the program called megatron_dobb.install(config), and its command line says --optimizer "
+                f"{args.optimizer}: give --optimizer dobb and --dobb-* flags after install() without a config"
+            )
         if args.optimizer != OPTIMIZER:
-            configure(None)
+            _use(None)
             return validate(args, *rest, **kwargs)
         config = config_from_args(args)
         refuse_unsupported(args)
@@ -96,7 +125,7 @@ def _patch_arguments(arguments: ModuleType) -> None:
         finally:
             args.optimizer = OPTIMIZER
         refuse_unsupported(args)
-        configure(config)
+        _use(config)
         return validated
 
     arguments.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
@@ -224,7 +253,7 @@ def _keep_from_other_optimizers(base: Any) -> None:
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         facts = (given.get("metadata") or {}).get(OPTIMIZER)
-        if given.get("is_loading") and facts is not None and getattr(self.config, "dobb", None) is None:
+        if given.get("is_loading") and facts is not None and getattr(self, "dobb", None) is None:
             raise CheckpointError(
                 "the checkpoint's optimizer state is Dobb's: continue it with --optimizer dobb, or start "
                 f"--optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
@@ -241,7 +270,17 @@ def _patch_checkpoints(module: ModuleType) -> None:
     used = ("sharded_state_dict", "checkpoint_dir", "process_group", "validate_access_integrity", "strict")
     load = compat.probe(module, "load", used)
     load_common = compat.probe(module, "load_common_state_dict", ("checkpoint_dir",))
-    signature = inspect.signature(load)
+    save = compat.probe(module, "save", ("sharded_state_dict", "checkpoint_dir", "content_metadata"))
+    signature, signature_of_save = inspect.signature(load), inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_with_facts(*args: Any, **kwargs: Any) -> Any:
+        from .resumable import with_facts
+
+        given = signature_of_save.bind(*args, **kwargs)
+        state, metadata = given.arguments["sharded_state_dict"], given.arguments.get("content_metadata")
+        given.arguments["content_metadata"] = with_facts(metadata, state)
+        return save(*given.args, **given.kwargs)
 
     @functools.wraps(load)
     def checked_load(*args: Any, **kwargs: Any) -> Any:
@@ -277,35 +316,20 @@ def _patch_checkpoints(module: ModuleType) -> None:
             note_writer(common)
         return common
 
+    module.save = save_with_facts  # type: ignore[attr-defined]
     module.load = checked_load  # type: ignore[attr-defined]
     module.load_common_state_dict = load_common_state_dict  # type: ignore[attr-defined]
 
 
-def _check_wrapped_alike(model_chunks: Any, config: Any) -> None:
-    """Scripts that build a config of their own can ask for Dobb at one of two places and forget the other."""
-    wanted = getattr(config, "dobb", None) is not None
-    wrapped = [getattr(chunk, "dobb_plan", None) is not None for chunk in model_chunks]
-    if wanted and not all(wrapped):
-        raise UnsupportedError(
-            "OptimizerConfig.dobb is set, but the model was wrapped in DistributedDataParallel without Dobb, so its "
-            "buffers are not aligned: call megatron_dobb.megatron.seam.configure(config) before the model is wrapped"
-        )
-    if not wanted and any(wrapped):
-        raise UnsupportedError(
-            "the model was wrapped in DistributedDataParallel for Dobb, but OptimizerConfig.dobb is not set: set it to "
-            "the same DobbConfig, or wrap the model after megatron_dobb.megatron.seam.configure(None)"
-        )
-
-
 def _patch_optimizer_factory(module: ModuleType) -> None:
     groups = compat.probe(module, "_get_param_groups", ("model_chunks", "config", "config_overrides"))
-    build = compat.probe(module, "_get_megatron_optimizer_based_on_param_groups", ("config", "param_groups"))
+    build = compat.probe(module, "_get_megatron_optimizer_based_on_param_groups", _OF_BUILD)
     compat.probe(module, "DistributedOptimizer")
+    signature = inspect.signature(build)
 
     @functools.wraps(groups)
     def _get_param_groups(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
-        _check_wrapped_alike(model_chunks, config)
-        if getattr(config, "dobb", None) is None:
+        if configs.check(model_chunks, config) is None:
             return groups(model_chunks, config, config_overrides)
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
@@ -315,14 +339,9 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 
     @functools.wraps(build)
     def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
-        config = kwargs["config"] if "config" in kwargs else args[0]
-        if getattr(config, "dobb", None) is None:
+        chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
+        if configs.settings_of(chunks) is None:
             return build(*args, **kwargs)
-        if not config.use_distributed_optimizer:
-            raise UnsupportedError(
-                "Dobb needs OptimizerConfig.use_distributed_optimizer=True: it lives in the param/grad buffers of the "
-                "distributed optimizer"
-            )
         from . import report
         from .optimizer import DobbDistributedOptimizer
 

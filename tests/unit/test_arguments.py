@@ -342,6 +342,15 @@ def test_another_optimizer_turns_dobb_off(validate):
     assert seam.active() is None
 
 
+def test_settings_of_the_program_and_of_the_command_line_are_not_mixed(validate):
+    for words in ([*DISTRIBUTED, "--optimizer", "adam"], DOBB):
+        seam.configure(DobbConfig(blocks=4))
+        with pytest.raises(ConfigError, match=r"called megatron_dobb\.install\(config\), and its command line says"):
+            validate(words)
+        seam.configure(None)
+        validate(words)
+
+
 def test_the_optimizer_config_is_adams_and_carries_the_settings(validate):
     args = validate([*DOBB, "--dobb-blocks", "4", "--adam-beta2", "0.97"])
     config, _ = training.get_megatron_optimizer_config(args)

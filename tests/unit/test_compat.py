@@ -1,7 +1,9 @@
 """Which Megatron is accepted, what is said about any other, and that installing twice or not asking changes nothing."""
 
 import logging
+import tomllib
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +19,11 @@ from megatron.core import package_info  # noqa: E402
 from megatron.core.distributed import distributed_data_parallel  # noqa: E402
 from megatron.core.optimizer import distrib_optimizer  # noqa: E402
 from megatron.training import arguments, training  # noqa: E402
+from packaging.requirements import Requirement  # noqa: E402
+from packaging.specifiers import SpecifierSet  # noqa: E402
 
 from megatron_dobb import DobbConfig  # noqa: E402
+from megatron_dobb.doctor import megatron as doctor  # noqa: E402
 from megatron_dobb.errors import UnsupportedError  # noqa: E402
 from megatron_dobb.megatron import compat, seam  # noqa: E402
 from megatron_dobb.megatron.manage import WIDTH_ATTRIBUTE  # noqa: E402
@@ -66,6 +71,19 @@ def test_the_version_is_looked_at_before_anything_is_patched(monkeypatch, patch,
     with pytest.raises(UnsupportedError, match=r"megatron-core 0\.18\.2 is not supported"):
         patch(clone)
     assert vars(clone) == before
+
+
+def test_installer_doctor_and_documentation_state_the_range_that_is_checked():
+    root = Path(__file__).resolve().parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (required,) = (Requirement(r) for r in extras["megatron"] if r.startswith("megatron-core"))
+    assert required.specifier == SpecifierSet(compat.RANGE)
+    install = f"pip install 'megatron-core{compat.RANGE}'"
+    assert install in doctor.INSTALL
+    assert install in (root / "docs/troubleshooting.md").read_text()
+    for release in ("0.19", "0.20"):
+        assert f"{release}.0" in compat.SUPPORTED
+        assert release in (root / "docs/compatibility.md").read_text()
 
 
 class Owner:
