@@ -38,6 +38,8 @@ settings() {
         SHRINK=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2
             --max-position-embeddings 32 --log-interval 1 --eval-iters 0 --num-workers 0)
         export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+        # Some machines' names resolve to no address of theirs, which is where gloo would listen.
+        if [ -d /sys/class/net/lo ]; then export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"; fi
     else
         SCRIPT=pretrain_gpt.py SHRINK=()
         need MEGATRON_LM "the folder of a Megatron-LM checkout" "\$HOME/Megatron-LM"

@@ -1,14 +1,15 @@
 """Dobb in the Trainer of Hugging Face's transformers: a Llama of two layers on the text that comes with Python.
 
     pip install -e ".[huggingface]"
-    python examples/hugging_face_trainer.py
+    python examples/hugging_face_trainer.py                            # or, on several processes:
+    torchrun --nproc-per-node 2 examples/hugging_face_trainer.py
 
 Takes about a minute on a CPU and downloads nothing: the model starts from random weights and reads bytes. Four
 things matter for Dobb:
 
-* Build it for the model that the Trainer trains, and hand it over as `optimizers=(optimizer, None)`. The Trainer then
-  makes the learning-rate schedule of its own arguments for it. (`optimizer_cls_and_kwargs` does not fit: the Trainer
-  would call the class with groups of parameters, and Dobb wants the model, whose activations it looks at.)
+* Build it for the model that the Trainer trains, after the `TrainingArguments`, and hand it over as
+  `optimizers=(optimizer, None)`. The Trainer then makes the learning-rate schedule of its own arguments for it.
+  (`optimizer_cls_and_kwargs` hands the class groups of parameters; Dobb wants the model, whose activations it sees.)
 * Its layers must be `nn.Linear`, as those of Llama, Qwen, Mistral and most others are. GPT-2's are `Conv1D`, which
   keeps its weights transposed; Dobb says so and stops.
 * Gradient accumulation, clipping and mixed precision need nothing: every forward pass counts as a micro-batch.
@@ -55,10 +56,6 @@ def datasets() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tens
 def trainer(out: Path, steps: int, save_steps: int, accumulation: int) -> Trainer:
     """The Trainer with Dobb, on a new model."""
     set_seed(0)
-    llama = model()
-    train, held_out = datasets()
-    optimizer = Dobb(llama, lr=3.54e-3, weight_decay=0.1, blocks=4)
-    print(optimizer, flush=True)
     arguments = TrainingArguments(
         output_dir=str(out),
         max_steps=steps,
@@ -76,6 +73,11 @@ def trainer(out: Path, steps: int, save_steps: int, accumulation: int) -> Traine
         disable_tqdm=True,
         seed=0,
     )
+    llama, (train, held_out) = model(), datasets()
+    # Behind the arguments, which start torch.distributed under torchrun: Dobb asks then which ranks train together.
+    optimizer = Dobb(llama, lr=3.54e-3, weight_decay=0.1, blocks=4)
+    if arguments.process_index == 0:
+        print(optimizer, flush=True)
     return Trainer(
         model=llama, args=arguments, train_dataset=train, eval_dataset=held_out, optimizers=(optimizer, None)
     )

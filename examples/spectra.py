@@ -58,7 +58,7 @@ for step, batch in enumerate(batches(text, args.steps, seed=0), start=1):
     loss = loss_of(model, batch)
     loss.backward()
     optimizer.step()
-    if step in (1, max(2, args.steps // 10), args.steps):
+    if step in (1, max(2, args.steps // 4), args.steps):
         spectra[step] = {
             layer: diagnostics.eigenvalues(optimizer.state[model.get_submodule(layer).weight]["moment"])
             for layer in LAYERS
@@ -93,7 +93,9 @@ axes[0, 0].legend(frameon=False)
 # %%
 for row, name in zip(axes[1:], ("orthogonality", "basis_residual"), strict=True):
     for axis, layer in zip(row, LAYERS, strict=True):
-        axis.plot(list(figures), [logged[f"dobb/{name}/{layer}.weight"] for logged in figures.values()], color="#0072b2")
+        axis.plot(
+            list(figures), [logged[f"dobb/{name}/{layer}.weight"] for logged in figures.values()], color="#0072b2"
+        )
         axis.set(xlabel="step", ylim=(0, 1))
     row[0].set_ylabel(name.replace("_", " "))
 for axis in axes.flat:
