@@ -41,7 +41,7 @@ if [ -n "${SLURM_JOB_END_TIME:-}" ]; then # from Slurm 22.05 on
     LAYOUT+=(--exit-duration-in-mins "$((minutes > 1 ? minutes : 1))")
 fi
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port="${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-0} % 20000))}" # two jobs that share a node must not share a port
 read -r -a srun <<<"${SRUN:-srun}"
 LAUNCH=("${srun[@]}" --kill-on-bad-exit=1 "$PYTHON" -m torch.distributed.run

@@ -1,8 +1,11 @@
 """The examples run: on a CPU as they are or shrunk, and those for clusters are also parsed at their full size."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
+import runpy
 import shlex
 import socket
 import subprocess
@@ -11,7 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness_runs import parsed, train
+
+from testbed import processes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CLUSTER = ["single_node_8gpu.sh", "moe_8gpu.sh", "resume_on_another_layout.sh", "slurm_multi_node.sh"]
@@ -43,14 +49,17 @@ def losses(text):
     return {int(iteration): float(loss) for iteration, loss in LOSS.findall(text)}
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 @pytest.fixture
 def slurm(tmp_path):
     """A Slurm of two nodes, both of them this machine: the settings of a job, and `srun` and `scontrol` on its PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     stubs = {
         # srun runs a command once on each node, and fails if one of them does. Its own options come first.
         "srun": 'shift\n"$@" & first=$!\n"$@" || exit 1\nwait $first',
@@ -60,7 +69,7 @@ def slurm(tmp_path):
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
-    return SLURM | {"PATH": path, "DOBB_EXAMPLES": str(EXAMPLES), "MASTER_PORT": str(port)}
+    return SLURM | {"PATH": path, "DOBB_EXAMPLES": str(EXAMPLES), "MASTER_PORT": str(free_port())}
 
 
 @pytest.fixture
@@ -153,20 +162,35 @@ def test_a_node_trains(script, tmp_path):
     assert ("expert matrices" in logs) == script.startswith("moe")
 
 
+def as_script(path, words, port):
+    """Run an example on a forked rank as torchrun would; returns what it prints."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    sys.argv = [str(path), *words]
+    sys.path.insert(0, str(path.parent))
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        runpy.run_path(str(path), run_name="__main__")
+    return text.getvalue()
+
+
 def test_plain_ddp_trains_and_continues(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    example = [*torchrun, EXAMPLES / "plain_ddp.py", "--checkpoint", tmp_path / "state.pt"]
+    checkpoint = tmp_path / "state.pt"
     for steps, first in ((4, 1), (8, 5)):
-        found = re.findall(r"step +(\d+) +loss (\S+)", printed(run(*example, "--steps", steps)))
+        words = ["--steps", str(steps), "--checkpoint", str(checkpoint)]
+        text, quiet = processes.run(2, as_script, EXAMPLES / "plain_ddp.py", words, free_port())
+        assert not quiet, "one rank speaks"
+        found = re.findall(r"step +(\d+) +loss (\S+)", text)
         assert [int(step) for step, _ in found] == list(range(first, steps + 1))
-        saved = torch.load(tmp_path / "state.pt", weights_only=True)
+        saved = torch.load(checkpoint, weights_only=True)
         (group,) = [group for group in saved["optimizer"]["param_groups"] if group["dobb"]]
         assert group["attempted_steps"] == saved["step"] == steps
     assert float(found[-1][1]) < 4.5, "of 5.5 at the start"
 
 
 def test_spectra_are_drawn(tmp_path):
-    text = printed(run(sys.executable, EXAMPLES / "spectra.py", "--steps", 12, "--out", tmp_path / "spectra.png"))
+    words = ["--steps", "12", "--out", str(tmp_path / "spectra.png")]
+    (text,) = processes.run(1, as_script, EXAMPLES / "spectra.py", words, free_port())
     assert (tmp_path / "spectra.png").read_bytes().startswith(b"\x89PNG")
     assert len(re.findall(r"orthogonality 0\.\d+", text)) == 12
     first, *_, last = re.findall(r"basis_residual (\S+)", text)
