@@ -31,7 +31,7 @@ SMALLER = shlex.split(
 )
 """Behind a command line for GPUs these win: the sizes of a test, and what needs a GPU or Transformer Engine."""
 
-NEEDS_A_GPU = {"--moe-grouped-gemm"}
+NEEDS_A_GPU = {"--moe-grouped-gemm", "--log-memory-to-tensorboard"}
 """Switches that nothing behind them can turn off again."""
 
 
