@@ -109,6 +109,7 @@ class Dobb(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(self._make_groups(root), dict(self._adamw.defaults))
         self._group = _process_group(model, process_group)
+        self._built_alone = process_group is None and not _ranks()
         self._rank = dist.get_rank(self._group) if self._group is not None else 0
         self._sink, self._observer = diagnostics, Observer(self.config, active=self._rank == 0)
         check_sink(self.config, diagnostics, is_first=self._rank == 0)
@@ -184,6 +185,7 @@ class Dobb(torch.optim.Optimizer):
 
         Raises:
             NonFiniteError: if a gradient of a weight on Dobb is not finite.
+            ConfigError: if torch.distributed was started, with several ranks, after Dobb was built.
             CaptureError: on a refresh step, if a weight has a gradient, but none of its layer's calls was seen. A layer
                 whose calls had no token among the captured sequences, such as an expert, keeps its bases; they are
                 counted.
@@ -225,6 +227,12 @@ class Dobb(torch.optim.Optimizer):
         self._capture.begin(armed=bool(due), keys=due)
 
     def _check_gradients(self) -> None:
+        if self._built_alone and _ranks() > 1:
+            raise ConfigError(
+                f"Dobb was built before torch.distributed was started, which now has {_ranks()} ranks: each would "
+                "refresh its bases from its own data, and the weights would drift apart. Build Dobb after "
+                "init_process_group, or give it the process_group of the ranks that train together"
+            )
         ops.check(self._pending)
         self._pending = []
         by_device: dict[torch.device, list[LinearWeight]] = {}
@@ -421,7 +429,7 @@ class Dobb(torch.optim.Optimizer):
 
 def _process_group(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The ranks that share the weights; None where this process is alone."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not _ranks():
         return None
     inner = getattr(model, "_orig_mod", model)
     default = inner.process_group if isinstance(inner, DistributedDataParallel) else dist.group.WORLD
@@ -429,6 +437,11 @@ def _process_group(model: nn.Module, given: dist.ProcessGroup | None) -> dist.Pr
     if dist.get_rank(group) < 0:
         raise ConfigError("process_group does not contain this rank: give every rank the group that it belongs to")
     return group if dist.get_world_size(group) > 1 else None
+
+
+def _ranks() -> int:
+    """The ranks of torch.distributed; 0 where it has not been started."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _check_free(weights: Iterable[LinearWeight]) -> None:

@@ -22,7 +22,12 @@ testbed.enable(training=True)
 import torch  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
+from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
@@ -93,8 +98,9 @@ def forward_step(data_iterator, model, return_schedule_plan=False):
 
 
 def datasets_provider(train_val_test_num_samples, vp_stage=None):
-    """Build the training, validation and test sets from Megatron's indexed datasets."""
+    """Build the training, validation and test sets from Megatron's indexed datasets, or its made-up data."""
     args = get_args()
+    MockGPTLowLevelDataset.size = 1000  # documents: with Megatron's 100,000, the index alone takes a minute
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -115,7 +121,8 @@ def datasets_provider(train_val_test_num_samples, vp_stage=None):
     def is_built_on_rank():
         return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
 
-    return BlendedMegatronDatasetBuilder(GPTDataset, train_val_test_num_samples, is_built_on_rank, config).build()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, train_val_test_num_samples, is_built_on_rank, config).build()
 
 
 if __name__ == "__main__":

@@ -320,3 +320,17 @@ def test_the_place_of_zero_grad_in_the_loop_does_not_matter(order):
             model.zero_grad()
     train(other, plain, range(11))
     assert_same(weights(model), weights(other))
+
+
+def test_ranks_that_started_after_dobb_was_built_are_refused_at_the_first_step(monkeypatch):
+    model = mlp()
+    optimizer = Dobb(model, blocks=BLOCKS)
+    before = weights(model)
+    backward(model, batch(0))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    with pytest.raises(ConfigError, match=r"built before torch\.distributed was started, which now has 2 ranks"):
+        optimizer.step()
+    assert_same(weights(model), before)
+    monkeypatch.undo()
+    optimizer.step()
