@@ -34,5 +34,5 @@ fi
 
 # Files of tests run side by side: even those of several ranks leave a core idle most of the time, while ranks start,
 # wait for each other and are compared.
-workers=$(nproc)
+workers=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
 exec "$VENV_PYTHON" -m pytest -m "not gpu" -n "$((workers < 8 ? workers : 8))" --dist loadgroup --durations=15 tests

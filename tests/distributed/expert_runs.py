@@ -29,6 +29,7 @@ from whole_model import fill, first_block, parameters_by_name, part_of, whole_pa
 from megatron_dobb.config import DobbConfig  # noqa: E402
 from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.names import weight_names  # noqa: E402
+from megatron_dobb.megatron.refresh_parts import RefreshParts  # noqa: E402
 from testbed import gpt, traffic  # noqa: E402
 
 EXPERTS, HIDDEN, EXPERT_HIDDEN, SEQUENCES = 4, 32, 48, 8
@@ -213,8 +214,9 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
         capture.take = functools.partial(take_and_count, capture.take, tokens)
     record["refreshes"] = []
     for optimizer in run.dobb:
-        optimizer.refreshes._refresh = functools.partial(
-            refresh_and_record, optimizer.refreshes._refresh, record["refreshes"]
+        parts = optimizer.refreshes._parts
+        optimizer.refreshes._parts = RecordedParts(
+            parts.config, parts.diagnostics, parts.is_expert, record["refreshes"]
         )
     for step in range(steps):
         inputs.append({})
@@ -228,12 +230,17 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
     return record
 
 
-def refresh_and_record(refresh: Any, refreshes: list[list[traffic.Call]], *arguments: Any) -> Any:
-    """`Refreshes._refresh`, whose collectives go on record."""
-    with traffic.record() as calls:
-        found = refresh(*arguments)
-    refreshes.append([call for call in calls if call.beside])
-    return found
+@dataclass(frozen=True)
+class RecordedParts(RefreshParts):
+    """Refreshes whose collectives go on record."""
+
+    refreshes: list[list[traffic.Call]]
+
+    def whole(self, *arguments: Any) -> Any:
+        with traffic.record() as calls:
+            found = super().whole(*arguments)
+        self.refreshes.append([call for call in calls if call.beside])
+        return found
 
 
 def take_and_count(take: Any, tokens: dict[str, int]) -> Any:
