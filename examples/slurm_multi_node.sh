@@ -26,7 +26,8 @@ if [ ! -f "$here/cluster.sh" ]; then
 fi
 . "$here/cluster.sh"
 
-need SLURM_JOB_NODELIST "set by Slurm" "(start this with sbatch, or inside salloc)"
+[ -n "${SLURM_JOB_NODELIST:-}" ] ||
+    fail "SLURM_JOB_NODELIST is not set, which Slurm does in a job: start this with sbatch, or inside salloc"
 SEQUENCE="${SEQUENCE:-8192}" GLOBAL_BATCH="${GLOBAL_BATCH:-512}"
 settings
 MODEL=(
