@@ -65,6 +65,11 @@ def check(model_chunks: Sequence[Any], config: Any) -> DobbConfig | None:
             "distributed optimizer"
         )
     chunk = model_chunks[0]
+    if not chunk.ddp_config.use_distributed_optimizer:
+        raise UnsupportedError(
+            "Dobb needs DistributedDataParallelConfig.use_distributed_optimizer=True, which the model was wrapped "
+            "without: its param/grad buffers are not laid out for shards. Set it in that config as well"
+        )
     for refusal in _refusals([chunk.config, chunk.ddp_config, config], settings):
         raise UnsupportedError(
             f"Dobb does not work {_as_field(refusal.what)}, which a config object of this program says: "
