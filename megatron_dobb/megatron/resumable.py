@@ -290,7 +290,7 @@ def with_facts(metadata: dict[str, Any] | None, state: Any) -> dict[str, Any] | 
 
 def _facts_in(state: Any) -> Iterator[dict[str, Any]]:
     if isinstance(state, dict):
-        if FACTS in state:
-            yield state[FACTS].unwrap()
+        if isinstance(facts := state.get(FACTS), LocalNonpersistentObject):
+            yield facts.unwrap()
         for value in state.values():
             yield from _facts_in(value)

@@ -33,6 +33,7 @@ from megatron.core.optimizer import (  # noqa: E402
 from megatron_dobb import DobbConfig  # noqa: E402
 from megatron_dobb.errors import ConfigError, UnsupportedError  # noqa: E402
 from megatron_dobb.megatron import configure  # noqa: E402
+from megatron_dobb.megatron.resumable import FACTS, with_facts  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
 SETTINGS = DobbConfig(blocks=4, refresh_interval=3)
@@ -258,6 +259,12 @@ def test_a_program_that_saves_other_metadata_than_it_gave_the_optimizer_resumes(
 
     for undisturbed, resumed in processes.run(2, run):
         assert undisturbed[0] == resumed[0]
+
+
+def test_a_save_of_something_else_keeps_its_metadata():
+    for state in ({"a": 1}, {"optimizer": {FACTS: 1}}, {"list": [{FACTS: 1}]}):
+        for metadata in (None, {"mine": 1}):
+            assert with_facts(metadata, state) is metadata
 
 
 # What is refused.
