@@ -288,6 +288,14 @@ def with_facts(metadata: dict[str, Any] | None, state: Any) -> dict[str, Any] | 
     return {**(metadata or {}), METADATA: facts}
 
 
+def has_state_of_dobb(state: Any) -> bool:
+    """Whether a state to load into, or a part of it, is what Dobb's `sharded_state_dict` asks for."""
+    if not isinstance(state, dict):
+        return False
+    mine = state.get(STATE)
+    return (isinstance(mine, dict) and "saved" in mine) or any(map(has_state_of_dobb, state.values()))
+
+
 def _facts_in(state: Any) -> Iterator[dict[str, Any]]:
     if isinstance(state, dict):
         if isinstance(facts := state.get(FACTS), LocalNonpersistentObject):

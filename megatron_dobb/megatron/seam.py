@@ -284,12 +284,15 @@ def _patch_checkpoints(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def checked_load(*args: Any, **kwargs: Any) -> Any:
-        if active() is not None:
+        from .resumable import has_state_of_dobb
+
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        # A program may have turned Dobb off since, for another model.
+        if active() is not None or has_state_of_dobb(given["sharded_state_dict"]):
             from .preflight import check
 
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
             check(
                 given["sharded_state_dict"],
                 str(given["checkpoint_dir"]),

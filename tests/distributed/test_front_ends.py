@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import io
+import os
 import sys
 import types
 import weakref
@@ -31,7 +32,7 @@ from megatron.core.optimizer import (  # noqa: E402
 )
 
 from megatron_dobb import DobbConfig  # noqa: E402
-from megatron_dobb.errors import ConfigError, UnsupportedError  # noqa: E402
+from megatron_dobb.errors import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from megatron_dobb.megatron import configure  # noqa: E402
 from megatron_dobb.megatron.resumable import FACTS, with_facts  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
@@ -261,6 +262,31 @@ def test_a_program_that_saves_other_metadata_than_it_gave_the_optimizer_resumes(
         assert undisturbed[0] == resumed[0]
 
 
+def test_a_damaged_checkpoint_changes_nothing_even_if_dobb_was_turned_off_for_another_model(tmp_path):
+    def run():
+        gpt.initialize()
+        megatron_dobb.install(SETTINGS)
+        model = gpt.build()
+        built = get_megatron_optimizer(config(use_distributed_optimizer=True), [model])
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+        weights = model.module.sharded_state_dict()
+        state = {"model": weights, "optimizer": built.sharded_state_dict(weights, metadata=metadata)}
+        dist_checkpointing.save(state, str(tmp_path), content_metadata=metadata)
+        train(model, built)
+        configure(None)
+        for file in tmp_path.glob("*.distcp"):
+            os.truncate(file, file.stat().st_size // 2)
+        before = [p.detach().clone() for p in model.parameters()]
+        metadata = dist_checkpointing.load_content_metadata(checkpoint_dir=str(tmp_path))
+        weights = model.module.sharded_state_dict()
+        state = {"model": weights, "optimizer": built.sharded_state_dict(weights, is_loading=True, metadata=metadata)}
+        with pytest.raises(CheckpointError, match="is cut off"):
+            dist_checkpointing.load(state, str(tmp_path))
+        return all(torch.equal(p, other) for p, other in zip(model.parameters(), before, strict=True))
+
+    assert processes.run(1, run) == [True]
+
+
 def test_a_save_of_something_else_keeps_its_metadata():
     for state in ({"a": 1}, {"optimizer": {FACTS: 1}}, {"list": [{FACTS: 1}]}):
         for metadata in (None, {"mine": 1}):
@@ -282,7 +308,7 @@ def error_of(settings, transformer=None, given=None, ddp=True):
             asked.dobb = given
         try:
             get_megatron_optimizer(asked, [model])
-        except UnsupportedError as error:
+        except (ConfigError, UnsupportedError) as error:
             return str(error)
         return "built"
 
@@ -307,6 +333,7 @@ def test_two_different_configs_for_one_model_are_refused_by_what_differs():
     other = dataclasses.replace(SETTINGS, refresh_interval=5, momentum=0.9)
     assert "they differ in refresh_interval, momentum" in error_of({}, given=other)
     assert error_of({}, given=dataclasses.replace(SETTINGS)) == "built"
+    assert "OptimizerConfig.dobb takes a DobbConfig, and is {'blocks': 4}" in error_of({}, given={"blocks": 4})
 
 
 def test_a_model_wrapped_without_the_distributed_optimizer_is_refused():
