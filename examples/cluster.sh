@@ -7,7 +7,7 @@
 #   CHECKPOINTS       folder for checkpoints, seen by all nodes                    (needed)
 #   MOCK_DATA=1       Megatron's made-up data instead: a test of a cluster without any data
 #   LR, TRAIN_ITERS, WARMUP_ITERS, GLOBAL_BATCH, MICRO_BATCH, SEQUENCE, BLOCKS, SAVE_INTERVAL, GPUS_PER_NODE
-#   DRY_RUN=1         print the command instead of running it
+#   DRY_RUN=1         print the command instead of running it; it may be pasted back into a shell
 #   ON_CPU=1          the same script with a tiny model, made-up data and two processes of this machine's CPU
 # Arguments of a script are added to Megatron's, so they win: single_node_8gpu.sh --eval-iters 10
 #
@@ -32,16 +32,16 @@ settings() {
     if on_cpu; then
         MEGATRON_LM="$EXAMPLES/quickstart" SCRIPT=pretrain_gpt_cpu.py MOCK_DATA=1 GPUS_PER_NODE="${CPU_PROCESSES:-2}"
         CHECKPOINTS="${CHECKPOINTS:-$(mktemp -d)}"
-        TRAIN_ITERS="${TRAIN_ITERS:-20}" WARMUP_ITERS=2 GLOBAL_BATCH=8 MICRO_BATCH=1 SEQUENCE=32 LR=1e-2
+        TRAIN_ITERS="${TRAIN_ITERS:-20}" WARMUP_ITERS= GLOBAL_BATCH=8 MICRO_BATCH=1 SEQUENCE=32 LR=1e-2
         BLOCKS=4 SAVE_INTERVAL="${SAVE_INTERVAL:-10}"
         # The tiny model of a CPU; ahead of a script's arguments, behind its own choices.
         SHRINK=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2
             --max-position-embeddings 32 --log-interval 1 --eval-iters 0 --num-workers 0)
-        export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+        EXPORTED=(CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1)
         # Some machines' names resolve to no address of theirs, which is where gloo would listen.
-        if [ -d /sys/class/net/lo ]; then export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"; fi
+        if [ -d /sys/class/net/lo ]; then EXPORTED+=(GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"); fi
     else
-        SCRIPT=pretrain_gpt.py SHRINK=()
+        SCRIPT=pretrain_gpt.py SHRINK=() EXPORTED=()
         need MEGATRON_LM "the folder of a Megatron-LM checkout" "\$HOME/Megatron-LM"
         need CHECKPOINTS "a folder for checkpoints that every node sees" /shared/checkpoints/run1
         if [ "${MOCK_DATA:-0}" != 1 ]; then
@@ -57,11 +57,15 @@ settings() {
             "for example: export MEGATRON_LM=\$HOME/Megatron-LM"
     PYTHON="${PYTHON:-python}"
     GPUS_PER_NODE="${GPUS_PER_NODE:-8}" LR="${LR:-3e-4}" TRAIN_ITERS="${TRAIN_ITERS:-10000}"
-    WARMUP_ITERS="${WARMUP_ITERS:-500}" GLOBAL_BATCH="${GLOBAL_BATCH:-256}" MICRO_BATCH="${MICRO_BATCH:-1}"
-    SEQUENCE="${SEQUENCE:-4096}" BLOCKS="${BLOCKS:-16}" SAVE_INTERVAL="${SAVE_INTERVAL:-1000}"
+    case "$TRAIN_ITERS" in
+    *[!0-9]* | "" | 0*) fail "TRAIN_ITERS=$TRAIN_ITERS is no number of iterations, for example: export TRAIN_ITERS=10000" ;;
+    esac
+    # Megatron wants a warm-up shorter than the training, and says so with a bare assertion.
+    WARMUP_ITERS="${WARMUP_ITERS:-$((TRAIN_ITERS < 10000 ? TRAIN_ITERS / 20 : 500))}"
+    GLOBAL_BATCH="${GLOBAL_BATCH:-256}" MICRO_BATCH="${MICRO_BATCH:-1}" SEQUENCE="${SEQUENCE:-4096}" BLOCKS="${BLOCKS:-16}" SAVE_INTERVAL="${SAVE_INTERVAL:-1000}"
     # Megatron wants this with tensor or context parallelism on GPUs before Blackwell. With it Dobb's collectives are
     # launched by the program's own thread: docs/performance.md.
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    EXPORTED+=(CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
     LAUNCH=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE")
 }
 
@@ -92,11 +96,13 @@ train() {
         --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable --save-interval "$SAVE_INTERVAL"
         --save "$CHECKPOINTS" --load "$CHECKPOINTS"
         "${data[@]}" "${precision[@]}" "${MODEL[@]}" "${LAYOUT[@]}" ${SHRINK[@]+"${SHRINK[@]}"} "$@")
+    # So that pretrain_gpt.py finds its neighbours, and every process this package where it is not installed.
+    command=(env PYTHONPATH="$MEGATRON_LM:$EXAMPLES/..${PYTHONPATH:+:$PYTHONPATH}"
+        "${EXPORTED[@]}" "${command[@]}")
     if [ "${DRY_RUN:-0}" = 1 ]; then
         printf '%q ' "${command[@]}"
         echo
         return
     fi
-    # So that pretrain_gpt.py finds its neighbours, and every process this package where it is not installed.
-    PYTHONPATH="$MEGATRON_LM:$EXAMPLES/..${PYTHONPATH:+:$PYTHONPATH}" "${command[@]}"
+    "${command[@]}"
 }

@@ -33,7 +33,7 @@ def main() -> None:
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if BATCH % ranks:
-        parser.error(f"{ranks} processes do not share the {BATCH} sequences of a batch evenly: use 2, 3, 4, 6 or 12")
+        parser.error(f"{ranks} processes do not share the {BATCH} sequences of a batch evenly: use 1, 2, 3, 4, 6 or 12")
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None)
 
     text = torch.tensor(list("\n".join(topics.values()).encode()))
@@ -48,6 +48,8 @@ def main() -> None:
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
+        if first > args.steps:
+            parser.error(f"{args.checkpoint} is of step {first} already: give --steps {first} or more")
     elif rank == 0:
         print(optimizer, flush=True)
 

@@ -11,8 +11,9 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
 
-on_cpu || { TRAIN_ITERS="${TRAIN_ITERS:-200}" WARMUP_ITERS="${WARMUP_ITERS:-20}"; }
+on_cpu || TRAIN_ITERS="${TRAIN_ITERS:-200}"
 settings
+[ "$TRAIN_ITERS" -ge 2 ] || fail "TRAIN_ITERS=$TRAIN_ITERS has no half to save at, for example: export TRAIN_ITERS=200"
 if [ -f "$CHECKPOINTS/latest_checkpointed_iteration.txt" ]; then
     fail "CHECKPOINTS=$CHECKPOINTS has a checkpoint already, and this example begins from nothing: give a new folder," \
         "for example: export CHECKPOINTS=$CHECKPOINTS-2"
@@ -25,10 +26,10 @@ MODEL=(
 )
 half=$((TRAIN_ITERS / 2))
 
-echo "== iterations 1 to $half on TP 2 with sequence parallelism"
+echo "# == iterations 1 to $half on TP 2 with sequence parallelism"
 LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel)
 train --save-interval "$half" --exit-interval "$half" "$@"
 
-echo "== iterations $((half + 1)) to $TRAIN_ITERS on TP 1, PP 2"
+echo "# == iterations $((half + 1)) to $TRAIN_ITERS on TP 1, PP 2"
 LAYOUT=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2)
 train --save-interval "$half" "$@"

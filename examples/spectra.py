@@ -11,6 +11,7 @@
 
 # %%
 import argparse
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -27,7 +28,10 @@ from megatron_dobb import Dobb, diagnostics
 parser = argparse.ArgumentParser(description="Spectra and orthogonality during a small training.")
 parser.add_argument("--steps", type=int, default=160)
 parser.add_argument("--out", type=Path, default=Path("spectra.png"), help="where the picture goes")
-args, _ = parser.parse_known_args()  # a notebook's kernel has arguments of its own
+# A notebook's kernel has arguments of its own.
+args = parser.parse_known_args()[0] if "ipykernel" in sys.modules else parser.parse_args()
+if args.steps < 1 or not args.out.absolute().parent.is_dir():
+    parser.error(f"--steps must be at least 1 ({args.steps}), and --out lie in a folder that is there ({args.out})")
 
 # %% [markdown]
 # ## Train, and take notes

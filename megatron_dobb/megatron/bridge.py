@@ -11,8 +11,9 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 from megatron.core.optimizer import get_megatron_optimizer
 
 from ..config import DobbConfig
+from ..errors import ConfigError
 from .configs import INNER
-from .seam import install
+from .seam import configure, install
 
 # Bridge writes its configs beside each checkpoint, by the names of their classes, and makes only those again that it
 # knows by the beginning of their names.
@@ -37,7 +38,13 @@ class DobbOptimizerConfig(OptimizerConfig):
         Raises:
             ConfigError: if `dobb` is no `DobbConfig`.
         """
-        install(self.dobb)
+        install()
+        if self.dobb is None:
+            raise ConfigError(
+                "DobbOptimizerConfig.dobb is None: give it a DobbConfig, such as DobbConfig(blocks=16), or "
+                "use Bridge's OptimizerConfig for a training without Dobb"
+            )
+        configure(self.dobb)
         super().finalize()
 
     def provide(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..config import DobbConfig
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from .arguments import REFUSALS, Refusal
 
 INNER = "adam"
@@ -37,6 +37,7 @@ def check(model_chunks: Sequence[Any], config: Any) -> DobbConfig | None:
         The settings of Dobb, or None where neither of them asks for it.
 
     Raises:
+        ConfigError: if `OptimizerConfig.dobb` is no `DobbConfig`.
         UnsupportedError: names the field, the reason and what works.
     """
     settings, asked = settings_of(model_chunks), getattr(config, "dobb", None)
@@ -47,6 +48,11 @@ def check(model_chunks: Sequence[Any], config: Any) -> DobbConfig | None:
         )
     if settings is None:
         return None
+    if asked is not None and not isinstance(asked, DobbConfig):
+        raise ConfigError(
+            f"OptimizerConfig.dobb takes a DobbConfig, and is {asked!r}: leave it out, or give the one that "
+            "megatron_dobb.install was given"
+        )
     if asked is not None and asked != settings:
         changed = [f.name for f in dataclasses.fields(settings) if getattr(asked, f.name) != getattr(settings, f.name)]
         raise UnsupportedError(
@@ -65,6 +71,11 @@ def check(model_chunks: Sequence[Any], config: Any) -> DobbConfig | None:
             "distributed optimizer"
         )
     chunk = model_chunks[0]
+    if not chunk.ddp_config.use_distributed_optimizer:
+        raise UnsupportedError(
+            "Dobb needs DistributedDataParallelConfig.use_distributed_optimizer=True, which the model was wrapped "
+            "without: its param/grad buffers are not laid out for shards. Set it in that config as well"
+        )
     for refusal in _refusals([chunk.config, chunk.ddp_config, config], settings):
         raise UnsupportedError(
             f"Dobb does not work {_as_field(refusal.what)}, which a config object of this program says: "

@@ -224,7 +224,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                     weight.shard(*cut_of[name]),
                     weight.geometry.rows,
                     weight.geometry.columns,
-                    shard.detach(),
+                    shard,  # not its tensor of now, which would stay in memory when a program moves it away
                     momentum,
                     basis_of[name] if self.dobb.source != "none" else None,
                     weight.output_side,
@@ -311,16 +311,25 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         with self._only_adamw_groups():
             return super().step_with_ready_grads()
 
-    def _follow_moved_state(self) -> None:
-        """Update the masters and momenta that Megatron has now.
+    def offload_to_cpu(self) -> None:
+        """See Megatron's; frees the momenta on Dobb as well."""
+        super().offload_to_cpu()
+        self._follow_moved_state()
 
-        Programs that take the optimizer's state off the GPU between phases (verl does) give the shards other storage
-        and the inner optimizer other tensors. What the segments were built on would be updated and never be read.
+    def restore_from_cpu(self) -> None:
+        """See Megatron's."""
+        super().restore_from_cpu()
+        self._follow_moved_state()
+
+    def _follow_moved_state(self) -> None:
+        """Update the momenta that Megatron has now.
+
+        Programs that take the optimizer's state off the GPU between phases (verl does) give the shards other storage,
+        which the segments follow by themselves, and the inner optimizer other tensors. What the segments were built on
+        would be updated and never be read.
         """
         for segments, shards in zip(self.segments, self.shards, strict=True):
             for segment, shard in zip(segments, shards, strict=True):
-                if segment.weight.data_ptr() != shard.data_ptr() or segment.weight.device != shard.device:
-                    segment.weight = shard.detach()
                 segment.momentum = self.optimizer.state[shard][MOMENTUM]
 
     def _grams(self, gradients: Sequence[Sequence[Tensor]]) -> dict[str, MomentSum]:

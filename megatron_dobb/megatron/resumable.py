@@ -276,20 +276,29 @@ def _same_kind(ours: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def with_facts(metadata: dict[str, Any] | None, state: Any) -> dict[str, Any] | None:
-    """Content metadata for a save of this state: with Dobb's facts, if it has state of Dobb and they lack them.
+    """Content metadata for a save of this state: with Dobb's facts, if it has state of Dobb.
 
     Programs (verl is one) make the dictionary that they save anew, where Megatron's has been through
-    `sharded_state_dict`. No load could continue such a checkpoint.
+    `sharded_state_dict`, or save the one that they have loaded, whose facts are those of then. No load could continue
+    such a checkpoint, or it would continue with the wrong step.
     """
     facts = next(_facts_in(state), None)
-    if facts is None or METADATA in (metadata or {}):
+    if facts is None:
         return metadata
     return {**(metadata or {}), METADATA: facts}
 
 
+def has_state_of_dobb(state: Any) -> bool:
+    """Whether a state to load into, or a part of it, is what Dobb's `sharded_state_dict` asks for."""
+    if not isinstance(state, dict):
+        return False
+    mine = state.get(STATE)
+    return (isinstance(mine, dict) and "saved" in mine) or any(map(has_state_of_dobb, state.values()))
+
+
 def _facts_in(state: Any) -> Iterator[dict[str, Any]]:
     if isinstance(state, dict):
-        if FACTS in state:
-            yield state[FACTS].unwrap()
+        if isinstance(facts := state.get(FACTS), LocalNonpersistentObject):
+            yield facts.unwrap()
         for value in state.values():
             yield from _facts_in(value)

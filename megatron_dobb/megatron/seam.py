@@ -284,12 +284,15 @@ def _patch_checkpoints(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def checked_load(*args: Any, **kwargs: Any) -> Any:
-        if active() is not None:
+        from .resumable import has_state_of_dobb
+
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        # A program may have turned Dobb off since, for another model.
+        if active() is not None or has_state_of_dobb(given["sharded_state_dict"]):
             from .preflight import check
 
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
             check(
                 given["sharded_state_dict"],
                 str(given["checkpoint_dir"]),
@@ -330,6 +333,8 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
     @functools.wraps(groups)
     def _get_param_groups(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
         if configs.check(model_chunks, config) is None:
+            if _given_by_program:
+                _say_that_it_is_not_dobb(config.optimizer)
             return groups(model_chunks, config, config_overrides)
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
@@ -358,6 +363,17 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
     module._get_param_groups = _get_param_groups  # type: ignore[attr-defined]
     module._get_megatron_optimizer_based_on_param_groups = (  # type: ignore[attr-defined]
         _get_megatron_optimizer_based_on_param_groups
+    )
+
+
+@functools.cache
+def _say_that_it_is_not_dobb(optimizer: str) -> None:
+    """A model may be left out on purpose, by `configure(None)` before it is wrapped, so this is no error."""
+    from .messages import say
+
+    say(
+        f"dobb: megatron_dobb.install(config) was called, but {optimizer} updates all of this model: it was wrapped "
+        "before, or by another class than Megatron's DistributedDataParallel"
     )
 
 

@@ -3,9 +3,14 @@
 Each test makes the calls of one kind of program in its order; docs/front-ends.md shows the same lines.
 """
 
+import contextlib
 import dataclasses
+import gc
+import io
+import os
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -20,14 +25,16 @@ megatron_dobb.install()
 import megatron.core.models.mimo  # noqa: E402, F401  (or the optimizer factory imports it in every rank)
 from megatron.core import dist_checkpointing  # noqa: E402  (Megatron is imported after the patches)
 from megatron.core.optimizer import (  # noqa: E402
+    MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 
 from megatron_dobb import DobbConfig  # noqa: E402
-from megatron_dobb.errors import ConfigError, UnsupportedError  # noqa: E402
+from megatron_dobb.errors import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from megatron_dobb.megatron import configure  # noqa: E402
+from megatron_dobb.megatron.resumable import FACTS, with_facts  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
 SETTINGS = DobbConfig(blocks=4, refresh_interval=3)
@@ -154,6 +161,16 @@ def test_a_bridge_config_that_was_never_finalized_is_refused():
     assert processes.run(1, build) == [True]
 
 
+def test_a_bridge_config_without_settings_is_refused():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in bridge_stand_in().items():
+            patch.setitem(sys.modules, name, module)
+        from megatron_dobb.megatron.bridge import DobbOptimizerConfig
+
+        with pytest.raises(ConfigError, match=r"DobbOptimizerConfig\.dobb is None: give it a DobbConfig"):
+            DobbOptimizerConfig(lr=1e-2, dobb=None).finalize()
+
+
 # verl.
 
 
@@ -182,10 +199,38 @@ def test_state_that_a_program_moved_away_and_back_goes_on_training():
     assert_same(processes.run(2, bf16, True), processes.run(2, bf16, False))
 
 
-def test_a_program_that_saves_other_metadata_than_it_gave_the_optimizer_resumes(tmp_path):
+def test_masters_and_momenta_that_are_moved_away_leave_no_copy_behind():
+    def kept(move, *kinds):
+        gpt.initialize()
+        megatron_dobb.install(SETTINGS)
+        model = gpt.build(bf16=True, params_dtype=torch.bfloat16)
+        settings = config(use_distributed_optimizer=True, bf16=True, params_dtype=torch.bfloat16)
+        one = get_megatron_optimizer(settings, [model]).chained_optimizers[0]
+        shards = [shard for of_group in one.shards for shard in of_group]
+        old = {"masters": shards, "momenta": [one.optimizer.state[shard]["exp_avg"] for shard in shards]}
+        found = [ref for kind in kinds for ref in map(weakref.ref, [tensor.untyped_storage() for tensor in old[kind]])]
+        del old
+        move(one)
+        gc.collect()
+        return len(found), sum(ref() is not None for ref in found)
+
+    def offload(one):
+        """Megatron's, on a machine where it makes copies."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MegatronOptimizer, "offload_to_cpu", offload_and_return)
+            one.offload_to_cpu()
+
+    assert processes.run(1, kept, offload_and_return, "masters") == [(8, 0)]
+    assert processes.run(1, kept, offload, "masters", "momenta") == [(16, 0)]
+
+
+@pytest.mark.parametrize("with_old_facts", [False, True], ids=["made-anew", "of-an-older-save"])
+def test_a_program_that_saves_other_metadata_than_it_gave_the_optimizer_resumes(tmp_path, with_old_facts):
     """As verl saves: the metadata are made anew for `save`. It loads with those that are stored."""
 
     def run():
+        old = {}
+
         def build():
             model = gpt.build()
             built = get_megatron_optimizer(config(use_distributed_optimizer=True), [model])
@@ -195,11 +240,14 @@ def test_a_program_that_saves_other_metadata_than_it_gave_the_optimizer_resumes(
         gpt.initialize()
         megatron_dobb.install(SETTINGS)
         model, built = build()
-        train(model, built)
         metadata = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
         weights = model.module.sharded_state_dict()
+        if with_old_facts:  # the program goes on with metadata that it once had from us, or loaded
+            old.update(metadata)
+            built.sharded_state_dict(weights, metadata=old)
+        train(model, built)
         state = {"model": weights, "optimizer": built.sharded_state_dict(weights, metadata=dict(metadata))}
-        dist_checkpointing.save(state, str(tmp_path), content_metadata=metadata)
+        dist_checkpointing.save(state, str(tmp_path), content_metadata=metadata | old)
         assert "dobb" not in metadata
         other, resumed = build()
         metadata = dist_checkpointing.load_content_metadata(checkpoint_dir=str(tmp_path))
@@ -214,14 +262,45 @@ def test_a_program_that_saves_other_metadata_than_it_gave_the_optimizer_resumes(
         assert undisturbed[0] == resumed[0]
 
 
+def test_a_damaged_checkpoint_changes_nothing_even_if_dobb_was_turned_off_for_another_model(tmp_path):
+    def run():
+        gpt.initialize()
+        megatron_dobb.install(SETTINGS)
+        model = gpt.build()
+        built = get_megatron_optimizer(config(use_distributed_optimizer=True), [model])
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+        weights = model.module.sharded_state_dict()
+        state = {"model": weights, "optimizer": built.sharded_state_dict(weights, metadata=metadata)}
+        dist_checkpointing.save(state, str(tmp_path), content_metadata=metadata)
+        train(model, built)
+        configure(None)
+        for file in tmp_path.glob("*.distcp"):
+            os.truncate(file, file.stat().st_size // 2)
+        before = [p.detach().clone() for p in model.parameters()]
+        metadata = dist_checkpointing.load_content_metadata(checkpoint_dir=str(tmp_path))
+        weights = model.module.sharded_state_dict()
+        state = {"model": weights, "optimizer": built.sharded_state_dict(weights, is_loading=True, metadata=metadata)}
+        with pytest.raises(CheckpointError, match="is cut off"):
+            dist_checkpointing.load(state, str(tmp_path))
+        return all(torch.equal(p, other) for p, other in zip(model.parameters(), before, strict=True))
+
+    assert processes.run(1, run) == [True]
+
+
+def test_a_save_of_something_else_keeps_its_metadata():
+    for state in ({"a": 1}, {"optimizer": {FACTS: 1}}, {"list": [{FACTS: 1}]}):
+        for metadata in (None, {"mine": 1}):
+            assert with_facts(metadata, state) is metadata
+
+
 # What is refused.
 
 
-def error_of(settings, transformer=None, given=None):
+def error_of(settings, transformer=None, given=None, ddp=True):
     def build():
         gpt.initialize()
         configure(SETTINGS)
-        model = gpt.build()
+        model = gpt.build(ddp={"use_distributed_optimizer": ddp})
         for name, value in (transformer or {}).items():  # some of them do not build a model on a CPU
             setattr(model.config, name, value)
         asked = config(**({"use_distributed_optimizer": True} | settings))
@@ -229,7 +308,7 @@ def error_of(settings, transformer=None, given=None):
             asked.dobb = given
         try:
             get_megatron_optimizer(asked, [model])
-        except UnsupportedError as error:
+        except (ConfigError, UnsupportedError) as error:
             return str(error)
         return "built"
 
@@ -254,6 +333,25 @@ def test_two_different_configs_for_one_model_are_refused_by_what_differs():
     other = dataclasses.replace(SETTINGS, refresh_interval=5, momentum=0.9)
     assert "they differ in refresh_interval, momentum" in error_of({}, given=other)
     assert error_of({}, given=dataclasses.replace(SETTINGS)) == "built"
+    assert "OptimizerConfig.dobb takes a DobbConfig, and is {'blocks': 4}" in error_of({}, given={"blocks": 4})
+
+
+def test_a_model_wrapped_without_the_distributed_optimizer_is_refused():
+    assert "DistributedDataParallelConfig.use_distributed_optimizer=True" in error_of({}, ddp=False)
+
+
+def test_an_optimizer_that_is_not_dobbs_while_dobb_is_on_says_so():
+    def build(settings):
+        gpt.initialize()
+        model = gpt.build()
+        if settings is not None:
+            megatron_dobb.install(settings)  # too late
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            get_megatron_optimizer(config(use_distributed_optimizer=True), [model])
+        return "adam updates all of this model: it was wrapped before" in said.getvalue()
+
+    assert processes.run(1, build, SETTINGS) == [True]
+    assert processes.run(1, build, None) == [False]
 
 
 def test_chunks_wrapped_with_different_settings_are_refused():

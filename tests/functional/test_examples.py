@@ -133,6 +133,40 @@ def test_a_cluster_script_names_what_is_missing(script, cluster, slurm):
     assert "/nowhere/text.idx" in refused.stderr
 
 
+@pytest.mark.parametrize("script", CLUSTER)
+def test_what_a_dry_run_prints_is_what_runs(script, cluster, slurm, tmp_path):
+    python = tmp_path / "a python"  # notes what it was started with
+    python.write_text(
+        '#!/usr/bin/env bash\nprintf \'%s\\n\' "$PYTHONPATH" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@" >"$NOTES.$$"\n'
+    )
+    python.chmod(0o755)
+    settings = cluster | slurm | {"PYTHON": python, "MASTER_PORT": 20_000}
+    printed(run("bash", EXAMPLES / script, "--log-interval", "1", NOTES=tmp_path / "run", **settings))
+    shown = run("bash", EXAMPLES / script, "--log-interval", "1", DRY_RUN=1, **settings)
+    slurms = {"PATH": slurm["PATH"]}
+    printed(run("bash", "-c", shown.stdout, NOTES=tmp_path / "pasted", **slurms))
+    ran, pasted = ({path.read_text() for path in tmp_path.glob(f"{name}.*")} for name in ("run", "pasted"))
+    assert all(notes.startswith(f"{cluster['MEGATRON_LM']}:") for notes in ran)
+    assert pasted == ran
+
+
+@pytest.mark.parametrize(("iterations", "warmup"), [("100", "5"), ("1", "0"), ("100000", "500")])
+def test_a_short_training_has_a_short_warm_up(iterations, warmup, cluster):
+    (line,) = command_lines("single_node_8gpu.sh", cluster | {"TRAIN_ITERS": iterations})
+    assert line[line.index("--lr-warmup-iters") + 1] == warmup
+
+
+@pytest.mark.parametrize(
+    ("script", "iterations"),
+    [("single_node_8gpu.sh", "abc"), ("moe_8gpu.sh", "0"), ("resume_on_another_layout.sh", "1")],
+)
+def test_a_wrong_number_of_iterations_is_named(script, iterations, cluster):
+    refused = run("bash", EXAMPLES / script, DRY_RUN=1, TRAIN_ITERS=iterations, **cluster)
+    assert refused.returncode == 2
+    assert f"error: TRAIN_ITERS={iterations} " in refused.stderr
+    assert "export TRAIN_ITERS=" in refused.stderr
+
+
 def test_two_nodes_meet_under_slurm(slurm, tmp_path):
     settings = slurm | {"ON_CPU": 1, "CPU_PROCESSES": 1, "CHECKPOINTS": tmp_path}
     text = printed(run("bash", EXAMPLES / "slurm_multi_node.sh", TRAIN_ITERS=4, **settings))
@@ -187,6 +221,10 @@ def test_plain_ddp_trains_and_continues(tmp_path):
         (group,) = [group for group in saved["optimizer"]["param_groups"] if group["dobb"]]
         assert group["attempted_steps"] == saved["step"] == steps
     assert float(found[-1][1]) < 4.5, "of 5.5 at the start"
+    words[1] = "7"
+    with pytest.raises(processes.RankError, match="SystemExit"):
+        processes.run(1, as_script, EXAMPLES / "plain_ddp.py", words, free_port())
+    assert torch.load(checkpoint, weights_only=True)["step"] == 8, "not turned back"
 
 
 def test_spectra_are_drawn(tmp_path):
@@ -196,6 +234,9 @@ def test_spectra_are_drawn(tmp_path):
     assert len(re.findall(r"orthogonality 0\.\d+", text)) == 12
     first, *_, last = re.findall(r"basis_residual (\S+)", text)
     assert float(last) < float(first)
+    words = ["--steps", "1", "--out", str(tmp_path / "no folder" / "spectra.png")]
+    with pytest.raises(processes.RankError, match="SystemExit"):
+        processes.run(1, as_script, EXAMPLES / "spectra.py", words, free_port())
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,18 @@ ITERATION = (
 )
 
 
-def made_up(folder, *, last=6, end=3.0, skipped=0, matrices=8, sent="0.30", others="nothing on other steps", noise=0.0):
+def made_up(
+    folder,
+    *,
+    last=6,
+    end=3.0,
+    skipped=0,
+    matrices=8,
+    sent="0.30",
+    others="nothing on other steps",
+    noise=0.0,
+    cut="",
+):
     """Logs of a resumed case on 2 ranks; what is given goes wrong in the second run, or in both."""
     for run, first in ((1, 1), (2, 4)):
         losses = [5 + (end - 5) * iteration / 6 for iteration in range(1, 7)]
@@ -141,7 +152,7 @@ def made_up(folder, *, last=6, end=3.0, skipped=0, matrices=8, sent="0.30", othe
         for iteration in range(first, (last if run == 2 else 6) + 1):
             loss = losses[iteration - 1] + (noise if (run, iteration) == (2, 6) else 0)
             text += ITERATION.format(iteration, loss, skipped if iteration == 5 else 0)
-        log.write_text(text)
+        log.write_text(text.replace(cut, "") if run == 2 and cut else text)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +160,9 @@ def made_up(folder, *, last=6, end=3.0, skipped=0, matrices=8, sent="0.30", othe
     [
         ({}, None),
         ({"last": 5}, "run 2: iterations 4 to 6 are logged"),
+        ({"last": 4}, "run 2: iterations 4 to 6 are logged"),
+        ({"last": 3}, "2 run(s) have logs (found 1)"),
+        ({"cut": "+00"}, "run 2: every loss is finite {4: '3.666667E'"),
         ({"noise": float("nan")}, "run 2: every loss is finite"),
         ({"noise": 1e-6}, "resumed losses are those of the run that was not interrupted"),
         ({"end": 4.9}, "run 1: the loss falls"),

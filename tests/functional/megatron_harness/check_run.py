@@ -48,10 +48,15 @@ class Run:
     other_steps: set[str] = field(default_factory=set)
     """What the log says of other steps."""
     anew: list[str] = field(default_factory=list)
+    damaged: dict[int, str] = field(default_factory=dict)
+    """What is no number in the place of a loss, as where a log was cut off or ranks wrote into one line."""
 
     def read(self, log: str) -> None:
         """Take in the log of a rank."""
         for number, loss, skipped, nan in _ITERATION.findall(log):
+            if not _is_number(loss):
+                self.damaged[int(number)] = loss
+                continue
             self.losses[int(number)] = loss
             self.skipped += int(skipped) + int(nan)
         for matrices, elements in _MATRICES.findall(log):
@@ -60,6 +65,14 @@ class Run:
             self.reduced += float(mebibytes)
             self.other_steps.add(others)
         self.anew += _ANEW.findall(log)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def runs_of(logs: Path) -> list[Run]:
@@ -71,9 +84,9 @@ def runs_of(logs: Path) -> list[Run]:
         run = Run()
         for log in sorted(folder.rglob("stdout.log")):
             run.read(log.read_text(errors="replace"))
-        if run.losses:
+        if run.losses or run.damaged:
             found.append(run)
-    return sorted(found, key=lambda run: min(run.losses))
+    return sorted(found, key=lambda run: min(*run.losses, *run.damaged, math.inf))
 
 
 @dataclass(frozen=True)
@@ -146,9 +159,10 @@ def _of_run(name: str, run: Run, wanted: Expected, iterations: range) -> Iterato
     found = sorted(run.losses)
     yield found == list(iterations), f"{name}: iterations {iterations[0]} to {iterations[-1]} are logged ({len(found)})"
     losses = [float(run.losses[iteration]) for iteration in found]
-    yield all(map(math.isfinite, losses)), f"{name}: every loss is finite"
+    finite = all(map(math.isfinite, losses)) and not run.damaged
+    yield finite, f"{name}: every loss is finite {run.damaged or ''}".rstrip()
     yield run.skipped == 0, f"{name}: no iteration was skipped or NaN ({run.skipped})"
-    if iterations[0] == 1:
+    if iterations[0] == 1 and losses:
         last = losses[-max(1, len(losses) // 20) :]
         end = sum(last) / len(last)
         yield end < FALL * losses[0], f"{name}: the loss falls, from {losses[0]:.3f} to {end:.3f}"
@@ -167,14 +181,14 @@ def _of_run(name: str, run: Run, wanted: Expected, iterations: range) -> Iterato
 def _of_resumed(undisturbed: Run, resumed: Run, exact: bool) -> Iterator[Claim]:
     yield not resumed.anew, f"moments and bases were taken over {resumed.anew or ''}"
     # Megatron logs the first iteration of a run without clearing its sums: the next entry is the mean of two.
-    first, _, *later = sorted(resumed.losses) or [0, 0]
-    common = [iteration for iteration in (first, *later) if iteration in undisturbed.losses]
+    logged = sorted(resumed.losses)
+    common = [iteration for iteration in logged[:1] + logged[2:] if iteration in undisturbed.losses]
     if exact:
         same = all(resumed.losses[iteration] == undisturbed.losses[iteration] for iteration in common)
         yield bool(common) and same, f"the {len(common)} resumed losses are those of the run that was not interrupted"
         return
     pairs = [(float(resumed.losses[iteration]), float(undisturbed.losses[iteration])) for iteration in common]
-    apart = [abs(mine - other) / other for mine, other in pairs]
+    apart = [abs(mine - other) / abs(other) if other else math.inf for mine, other in pairs]
     yield bool(apart) and apart[0] <= FIRST_RESUMED, f"the first resumed loss is the same ({apart[:1]})"
     yield bool(apart) and max(apart) <= LATER_RESUMED, f"later losses agree (at most {max(apart, default=1):.4f} apart)"
 
