@@ -32,7 +32,11 @@ if [ $# -gt 0 ]; then
     exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"
 fi
 
-# Files of tests run side by side: even those of several ranks leave a core idle most of the time, while ranks start,
-# wait for each other and are compared.
-workers=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
-exec "$VENV_PYTHON" -m pytest -m "not gpu" -n "$((workers < 8 ? workers : 8))" --dist loadgroup --durations=15 tests
+# Files of tests run side by side. Those of several ranks use the cores themselves: on a few cores, one at a time.
+cores=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
+status=0
+"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((cores < 8 ? cores : 8))" --dist loadgroup tests/unit tests/emulation ||
+    status=$?
+"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((cores < 32 ? cores / 4 : 8))" --dist loadgroup --durations=15 \
+    tests/distributed tests/functional || status=$?
+exit $status
