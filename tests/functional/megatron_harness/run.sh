@@ -45,6 +45,7 @@ cd "$MEGATRON_LM"
 # pretrain_gpt.py is not told of Dobb: the file megatron_dobb_autoload.pth does that in every interpreter.
 MEGATRON_DOBB_AUTOLOAD=1 uv run --no-sync python -c 'import sys; sys.exit("megatron_dobb.autoload" not in sys.modules)' ||
     fail "megatron_dobb is not installed where the harness runs: uv pip install --no-build-isolation -e FOLDER"
+# /tmp/checkpoints is a fixed path of the harness itself.
 if [ -n "$(ls -A /tmp/checkpoints 2>/dev/null)" ]; then
     fail "/tmp/checkpoints is not empty, and the harness would continue from it: move it away"
 fi
