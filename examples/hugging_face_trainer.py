@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("hugging_face_out"))
     parser.add_argument("--resume", metavar="CHECKPOINT", help="such as hugging_face_out/checkpoint-80")
     args = parser.parse_args()
+    if args.accumulation not in (1, 2, 3, 4, 6, 12):
+        parser.error(f"--accumulation {args.accumulation} does not divide a batch of 12; give 1, 2, 3, 4, 6 or 12")
     training = trainer(args.out, args.steps, args.save_steps, args.accumulation)
     training.train(resume_from_checkpoint=args.resume)
     print(f"held-out loss after {args.steps} steps: {training.evaluate()['eval_loss']:.6f}")

@@ -30,8 +30,10 @@ parser.add_argument("--steps", type=int, default=160)
 parser.add_argument("--out", type=Path, default=Path("spectra.png"), help="where the picture goes")
 # A notebook's kernel has arguments of its own.
 args = parser.parse_known_args()[0] if "ipykernel" in sys.modules else parser.parse_args()
-if args.steps < 1 or not args.out.absolute().parent.is_dir():
-    parser.error(f"--steps must be at least 1 ({args.steps}), and --out lie in a folder that is there ({args.out})")
+if args.steps < 1:
+    parser.error(f"--steps {args.steps} trains nothing; give at least 1")
+if not args.out.absolute().parent.is_dir():
+    parser.error(f"--out {args.out} is in no folder that exists; make it, or give another, such as spectra.png")
 
 # %% [markdown]
 # ## Train, and take notes

@@ -200,8 +200,13 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8, help="ranks of the job (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=1, help="which of N_REPEAT repeats (default: %(default)s)")
     args = parser.parse_args()
+    if not args.config.is_file():
+        parser.error(f"config {args.config} is not there; give the model_config.yaml of a case")
+    logs = args.output / "logs" / str(args.repeat)
+    if not logs.is_dir():
+        parser.error(f"there is no {logs}; give as output the OUTPUT_PATH of a run, such as $OUT/gpt_tp4_dp2")
     config = yaml.safe_load(args.config.read_text())
-    results = list(claims(config, runs_of(args.output / "logs" / str(args.repeat)), args.gpus))
+    results = list(claims(config, runs_of(logs), args.gpus))
     for holds, claim in results:
         print(f"{'ok    ' if holds else 'FAILED'}  {claim}")
     return 0 if all(holds for holds, _ in results) else 1
