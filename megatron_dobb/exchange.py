@@ -253,7 +253,14 @@ class RefreshGroup:
         Raises:
             CaptureError: on every rank, if none captured a token for a weight that should have seen some.
         """
-        everyone = self.send_to_holders(counts).tolist()
+        return self.read_counts(self.send_to_holders(counts).tolist())
+
+    def read_counts(self, everyone: Sequence[Sequence[int]]) -> RefreshCounts:
+        """What the counts of all ranks, from `send_to_holders`, come to.
+
+        Raises:
+            CaptureError: see `exchange`.
+        """
         self._check_seen({number for _, _, number in everyone if number})
         return RefreshCounts(sum(row[0] for row in everyone), sum(row[1] for row in everyone))
 

@@ -1,5 +1,6 @@
 """The refresh of some groups, whole or in the parts of which the program's own thread makes those that communicate."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..capture import MomentSum
 from ..config import DobbConfig
+from ..errors import CaptureError
 from ..exchange import RefreshCounts, RefreshGroup
 from ..worker import Task
 from .diagnostics import Diagnostics
@@ -109,16 +111,25 @@ class RefreshParts:
         return renewed
 
     def exchange(self, renewed: Renewed) -> Found:
-        """See `RefreshGroup.exchange`; collective. All groups make it, whatever the counts of some of them say."""
+        """See `RefreshGroup.exchange`; collective. All groups make it, whatever the counts of some of them say.
+
+        The counts of all groups are read at once: reading waits for the device.
+        """
+        if not renewed:
+            return []
         found: Found = []
-        error: Exception | None = None
+        error: CaptureError | None = None
         with torch.profiler.record_function("dobb::exchange"):
+            sent = []
             for group, counts in renewed:
                 if counts.is_cuda:  # made on the stream of the worker
                     counts.record_stream(torch.cuda.current_stream())
+                sent.append(group.send_to_holders(counts))
+            rows = iter(torch.cat(sent).tolist())
+            for group, _ in renewed:
                 try:
-                    found.append((group, group.exchange(counts)))
-                except Exception as raised:
+                    found.append((group, group.read_counts(list(itertools.islice(rows, group.ranks)))))
+                except CaptureError as raised:
                     error = error or raised
         if error is not None:
             raise error

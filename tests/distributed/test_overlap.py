@@ -45,7 +45,7 @@ def trained(layout, config, steps=STEPS, prepare=None, layers=None, launcher="wo
     run.let_launch(launcher)
     threads = set()
     for group in run.groups:
-        for part in ("reduce", "renew", "exchange"):
+        for part in ("reduce", "renew", "send_to_holders"):
             setattr(group, part, functools.partial(note_thread, getattr(group, part), part, threads))
     if prepare:
         prepare(run)
@@ -60,11 +60,11 @@ def note_thread(call, part, threads, *args, **settings):
 
 
 def all_on(thread):
-    return {("reduce", thread), ("renew", thread), ("exchange", thread)}
+    return {("reduce", thread), ("renew", thread), ("send_to_holders", thread)}
 
 
 BESIDE, IN_THE_CALL = all_on("dobb-refresh"), all_on("MainThread")
-COMPUTED_BESIDE = {("reduce", "MainThread"), ("renew", "dobb-refresh"), ("exchange", "MainThread")}
+COMPUTED_BESIDE = {("reduce", "MainThread"), ("renew", "dobb-refresh"), ("send_to_holders", "MainThread")}
 
 
 def in_every_way(layout, config):

@@ -57,7 +57,7 @@ def calls_of_run(layout, config, seed=None):
     for group in run.groups:
         if seed is not None:
             group.renew = functools.partial(late, dice, group.renew)
-        for part in ("reduce", "exchange"):
+        for part in ("reduce", "send_to_holders"):
             setattr(group, part, functools.partial(noted, part, places, seen, getattr(group, part)))
     for optimizer in run.dobbs:
         refreshes = optimizer.refreshes
@@ -100,7 +100,7 @@ def test_all_ranks_make_the_same_collectives_in_one_order_whenever_the_worker_is
             assert not any(call.beside for call in calls), "the worker's thread makes none"
             assert what(calls) == what(repetitions[0][0])
             assert collections.Counter(what(calls)) == collections.Counter(what(plain_calls)), "no more than it takes"
-            assert set(seen) == {("reduce", "trigger"), ("exchange", "finish")}
+            assert set(seen) == {("reduce", "trigger"), ("send_to_holders", "finish")}
             assert len(seen) == len(plain_seen)
             assert_same([snapshot], [plain])
     orders = [repetitions[0][0] for _, repetitions in ranks]

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dobb.megatron.refresh_parts import has_one_launch_queue, launcher_of
+from megatron_dobb.config import DobbConfig
+from megatron_dobb.errors import CaptureError
+from megatron_dobb.exchange import HeldWeight, RefreshGroup, share_out
+from megatron_dobb.megatron.refresh_parts import RefreshParts, has_one_launch_queue, launcher_of
 
 
 def group(device, ranks):
@@ -33,3 +36,32 @@ def test_one_queue_is_what_cuda_is_asked_for(monkeypatch, connections, found):
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     assert has_one_launch_queue() is found
+
+
+def refresh_group(width):
+    weight = HeldWeight(f"of width {width}", 2, width, (0, 1))
+    ownership = share_out({0: [weight]}, None)[0]
+    dtypes = {"moment_dtype": torch.float32, "basis_dtype": torch.float32}
+    return RefreshGroup([weight], None, ownership, **dtypes, device=torch.device("cpu"))
+
+
+def exchange(monkeypatch, *of_groups):
+    """What the program exchanges of some groups whose workers counted so, and how often it read tensors."""
+    parts = RefreshParts(DobbConfig(), diagnostics=None, is_expert=False)
+    renewed = [(refresh_group(width), torch.tensor(counts, dtype=torch.int32)) for width, counts in of_groups]
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
+    try:
+        return [(counts.skipped, counts.fallbacks) for _, counts in parts.exchange(renewed)], len(reads)
+    finally:
+        monkeypatch.undo()
+
+
+def test_the_counts_of_all_groups_are_read_at_once_since_reading_waits_for_the_gpu(monkeypatch):
+    assert exchange(monkeypatch, (4, [1, 0, 0]), (8, [0, 2, 0]), (6, [3, 1, 0])) == ([(1, 0), (0, 2), (3, 1)], 1)
+    assert exchange(monkeypatch) == ([], 0)
+
+
+def test_a_group_that_saw_no_token_is_named_whatever_the_others_counted(monkeypatch):
+    with pytest.raises(CaptureError, match="captured for of width 8 on"):
+        exchange(monkeypatch, (4, [1, 0, 0]), (8, [0, 0, 1]), (6, [0, 0, 0]))
