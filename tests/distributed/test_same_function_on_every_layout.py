@@ -39,6 +39,7 @@ ADAMW_TOLERANCE = 1e-4
 ROUNDING = 4e-6
 """What the rounding of a loss near 4 adds to the spread: some units in the last place."""
 
+# Most of the time goes into collectives of every micro-batch: larger layouts have no more of these than they need.
 LAYOUTS = [
     Layout(micro_batch=6),
     Layout(2, micro_batch=6),
@@ -46,7 +47,7 @@ LAYOUTS = [
     Layout(4, micro_batch=3),
     Layout(2, tensor=2, micro_batch=12),
     Layout(2, tensor=2, sequence_parallel=True, micro_batch=12),
-    Layout(4, tensor=2, sequence_parallel=True, micro_batch=6),
+    Layout(4, tensor=2, sequence_parallel=True, micro_batch=12),
     Layout(3, micro_batch=4, bucket_size=20_000),
     Layout(2, pipeline=2, micro_batch=6),
     Layout(2, pipeline=2, chunks=2, micro_batch=6),
@@ -56,13 +57,13 @@ LAYOUTS = [
     # Products.
     Layout(4, pipeline=2, context=2, micro_batch=12),
     Layout(8, tensor=2, pipeline=2, sequence_parallel=True, micro_batch=6),
-    Layout(8, tensor=2, context=2, micro_batch=3, recompute="full"),
+    Layout(8, tensor=2, context=2, micro_batch=6, recompute="full"),
     # A mixture of experts.
     Layout(2, expert=2, experts=True, micro_batch=12),
-    Layout(4, expert=2, experts=True, micro_batch=3),
-    Layout(4, tensor=2, expert=2, expert_tensor=2, sequence_parallel=True, experts=True, micro_batch=6),
+    Layout(4, expert=2, experts=True, micro_batch=6),
+    Layout(4, tensor=2, expert=2, expert_tensor=2, sequence_parallel=True, experts=True, micro_batch=12),
     Layout(2, tensor=2, expert=2, sequence_parallel=True, experts=True, micro_batch=12, recompute="selective"),
-    Layout(4, pipeline=2, chunks=2, expert=2, experts=True, micro_batch=3),
+    Layout(4, pipeline=2, chunks=2, expert=2, experts=True, micro_batch=6),
     Layout(4, tensor=2, pipeline=2, expert=2, sequence_parallel=True, experts=True, micro_batch=12),
 ]
 

@@ -75,11 +75,12 @@ def test_the_updates_that_are_taken_have_the_size_of_table_9(dead):
             assert filled == pytest.approx(1 - dead, abs=0.005)
 
 
-def test_muon_in_fp32_is_torchs_up_to_the_rounding_of_bf16():
-    steps = []
+@pytest.mark.parametrize("name", ["muon", "muon-plain"])
+def test_muon_in_fp32_is_torchs_up_to_the_rounding_of_bf16(name):
+    steps, settings = [], METHODS[name].settings
     for build in (
-        lambda p: optimizers.Muon(p, 0.1, 0.5),
-        lambda p: torch.optim.Muon(p, 0.1, 0.5, adjust_lr_fn="match_rms_adamw"),
+        lambda p: optimizers.Muon(p, 0.1, 0.5, **settings),
+        lambda p: torch.optim.Muon(p, 0.1, 0.5, adjust_lr_fn="match_rms_adamw", **settings),
     ):
         generator = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.randn(48, 32, generator=generator))
@@ -337,11 +338,13 @@ def test_results_are_printed_and_written(tmp_path, capsys):
 
 
 def test_the_papers_configuration_is_printed_as_commands(capsys):
-    assert cli.main(["compare", "--preset", "paper", "--methods", "dobb-4", "adamw"]) == 0
+    methods = ["dobb-4", "dobb-nesterov-4", "adamw", "muon", "muon-plain"]
+    assert cli.main(["compare", "--preset", "paper", "--methods", *methods]) == 0
     printed = capsys.readouterr().out
     assert "--optimizer dobb --dobb-blocks 4" in printed
-    assert printed.count("-m megatron_dobb pretrain_gpt.py") == 2
-    assert printed.count("--global-batch-size 480") == 2
+    assert printed.count("--dobb-nesterov") == printed.count("--muon-nesterov") == 1
+    assert printed.count("-m megatron_dobb pretrain_gpt.py") == len(methods)
+    assert printed.count("--global-batch-size 480") == len(methods)
 
 
 @pytest.mark.parametrize(

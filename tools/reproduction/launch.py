@@ -28,9 +28,10 @@ def launch_commands(methods: dict[str, Method], seeds: int) -> Result:
     """The paper's configuration as Megatron commands: nothing is trained."""
     console = Console(soft_wrap=True)
     for name, method in methods.items():
+        nesterov = "--muon-nesterov " if method.settings.get("nesterov", True) else ""
         flags = {
             "adamw": "--optimizer adam",
-            "muon": "--optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-scale-mode spectral "
+            "muon": f"--optimizer muon --muon-momentum 0.95 {nesterov}--muon-scale-mode spectral "
             "--muon-extra-scale-factor 0.2",
             "dobb": " ".join(["--optimizer dobb", *(_flag(*setting) for setting in method.settings.items())]),
         }

@@ -42,12 +42,15 @@ class Muon(torch.optim.Optimizer):
     optimizer step then takes four times as long as the forward and backward pass.
     """
 
-    def __init__(self, parameters: Any, lr: float, weight_decay: float, momentum: float = 0.95) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(
+        self, parameters: Any, lr: float, weight_decay: float, momentum: float = 0.95, nesterov: bool = True
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(parameters, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step, with Nesterov momentum."""
+        """One step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -55,7 +58,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[parameter]
                 buffer = state.setdefault("momentum", torch.zeros_like(parameter))
                 buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                update = newton_schulz(parameter.grad.lerp(buffer, group["momentum"]))
+                followed = parameter.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+                update = newton_schulz(followed)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * UPDATE_SCALE * math.sqrt(max(parameter.shape)))
 

@@ -79,14 +79,18 @@ _BLOCKS = (1, 4, 16, 64)
 METHODS: dict[str, Method] = {
     "adamw": Method("adamw", paper="adamw"),
     "muon": Method("muon", paper="muon"),
+    "muon-plain": Method("muon", {"nesterov": False}),
     "rmnp": Method("dobb", {"norm": "l2", "side": "output", "source": "none"}, "rmnp"),
     **{f"dobb-{b}": dobb(b, f"dobb-{b}") for b in _BLOCKS},
+    **{f"dobb-nesterov-{b}": dobb(b, f"dobb-nesterov-{b}", nesterov=True) for b in _BLOCKS},
     **{f"dobb-l2-{b}": dobb(b, f"dobb-l2-{b}", norm="l2") for b in _BLOCKS},
     **{f"dobb-g-{b}": dobb(b, f"dobb-g-{b}", side="output") for b in _BLOCKS},
     **{f"dobb-g-l2-{b}": dobb(b, f"dobb-g-l2-{b}", side="output", norm="l2") for b in _BLOCKS},
     **{f"dion-{part}": Method("dion", {"rank_fraction": 1 / part}, f"dion-{part}") for part in (1, 4, 16)},
 }
-"""What `compare` knows, by name: the number is B, or n / rank of Dion. A variant of Dobb is one line more."""
+"""What `compare` knows, by name: the number is B, or n / rank of Dion. A variant of Dobb is one line more.
+
+`muon` has Nesterov momentum, as PyTorch's does by default; `muon-plain` has not, as Dobb of the paper."""
 
 DEFAULT_METHODS = ("adamw", "muon", "rmnp", "dobb-1", "dobb-4", "dobb-16", "dobb-l2-4", "dobb-g-4", "dion-4")
 
