@@ -13,28 +13,43 @@ Which weights, and which ranks compute, follows from the step and the names of t
 
 import contextlib
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import flag
+from ..config import DobbConfig, flag
 from ..diagnostics import merge, named
 from ..exchange import RefreshCounts, RefreshGroup
 from ..observer import Observer, Sink
 from ..owners import Block
+from ..reference import Segment
 from .manage import ManagedWeight
-
-if TYPE_CHECKING:
-    from .optimizer import DobbDistributedOptimizer
 
 SINK_ATTRIBUTE = "dobb_diagnostics"
 """Of Megatron's `OptimizerConfig`: a function that receives, on the last rank, what the writers do."""
 
 _SHARED_ATTRIBUTE = "dobb_shared_diagnostics"
 _GLOBALS = "megatron.training.global_vars"
+
+
+class Diagnosed(Protocol):
+    """What is looked at of an optimizer: of Megatron's attributes, and of `DobbDistributedOptimizer`'s."""
+
+    config: Any
+    model_chunks: Sequence[Any]
+    data_parallel_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    expert_tp_group: dist.ProcessGroup
+    is_expert: bool
+    dobb: DobbConfig
+    attempted_steps: int
+    managed: Mapping[str, ManagedWeight]
+    cut_of: Mapping[str, tuple[int, int]]
+    segments: Sequence[Sequence[Segment]]
+    refresh_groups: Sequence[RefreshGroup]
 
 
 class Diagnostics:
@@ -52,7 +67,7 @@ class Diagnostics:
         self._said_that_nobody_listens = False
 
     @classmethod
-    def of(cls, optimizer: "DobbDistributedOptimizer") -> "Diagnostics":
+    def of(cls, optimizer: Diagnosed) -> "Diagnostics":
         """The log that an optimizer belongs to. Every rank has the same optimizers, that of the experts last."""
         chunk = optimizer.model_chunks[0]
         if not optimizer.is_expert or not hasattr(chunk, _SHARED_ATTRIBUTE):
@@ -71,7 +86,7 @@ class Diagnostics:
 
     def after_update(
         self,
-        optimizer: "DobbDistributedOptimizer",
+        optimizer: Diagnosed,
         gradients: Sequence[Sequence[Tensor]],
         column_scales: Sequence[Sequence[Tensor] | None],
     ) -> None:
@@ -147,9 +162,7 @@ def step_number(attempted_step: int) -> int:
     return attempted_step if iteration is None else iteration + 1
 
 
-def _bring_together(
-    optimizer: "DobbDistributedOptimizer", weight: ManagedWeight, update: Tensor | None, number: int
-) -> Tensor | None:
+def _bring_together(optimizer: Diagnosed, weight: ManagedWeight, update: Tensor | None, number: int) -> Tensor | None:
     """The whole of an update on one of the ranks that hold parts of it; None on the others.
 
     Rows and columns may come in another order than the weight's, which its singular values do not know.

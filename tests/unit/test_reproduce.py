@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from tools.reproduction import ablations, cli, comparison, geometry, measures, optimizers, update_size
+from tools.reproduction import ablations, cli, compare, comparison, geometry, measures, optimizers, update_size
 from tools.reproduction.dion import Dion
 from tools.reproduction.journal import Journal, finish, opened
 from tools.reproduction.orthogonality import sign_in_blocks, table1a
@@ -273,10 +273,10 @@ def test_methods_that_cannot_run_here_are_left_out_aloud(capsys, monkeypatch):
     monkeypatch.setitem(METHODS, "strange", Method("dobb", {"blocks": 4, "frobnicate": 1}))
     console = Console()
     with pytest.raises(MissingPart, match="none of them can run"):
-        comparison.methods_of(["strange"], None, console)
+        compare.methods_of(["strange"], None, console)
     assert "no setting frobnicate" in capsys.readouterr().out
     with pytest.raises(MissingPart, match="--methods sgd: unknown"):
-        comparison.methods_of(["sgd"], None, console)
+        compare.methods_of(["sgd"], None, console)
     assert {*DEFAULT_METHODS} <= METHODS.keys()
 
 

@@ -16,9 +16,10 @@ from megatron_dobb.config import NORMS
 from megatron_dobb.errors import CheckpointError, ConfigError
 
 from ..reproduction.results import show
+from .contents import Source
 from .figures import Figures, figures_of
 from .health import Finding, findings, not_looked_at
-from .sources import Source, open_checkpoint
+from .sources import open_checkpoint
 from .tables import draw, facts_table, health_table, weights_table
 
 FORMAT = 1

@@ -10,7 +10,7 @@ from megatron_dobb import diagnostics, reference
 from megatron_dobb.errors import CheckpointError
 from megatron_dobb.orthogonalize import MAX_ERROR
 
-from .sources import Facts, State
+from .contents import Facts, State
 
 POINTS = 65
 """Of a spectrum, how many eigenvalues are kept."""

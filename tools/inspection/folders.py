@@ -7,9 +7,9 @@ from typing import Any
 from megatron_dobb.errors import CheckpointError
 from megatron_dobb.state import KEYS, STATE
 
+from .contents import State, not_ours
 from .index import Index
 from .plain import checked, facts_of_group
-from .sources import State, not_ours
 
 _ENTRY = re.compile(rf"(?P<prefix>(?:.*?\.)?)state\.(?P<name>.+)\.(?P<key>{'|'.join(KEYS)})")
 

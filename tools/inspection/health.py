@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from .contents import Facts
 from .figures import Figures
-from .sources import Facts
 
 FIRST_STEPS = 100
 """Steps in which the bases still turn towards their moments."""

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_dobb.errors import CheckpointError
 from megatron_dobb.megatron.files import USE_ANOTHER, incomplete_files
 
-from .sources import FILE
+from .contents import FILE
 from .unpickling import Unpickler, load
 
 

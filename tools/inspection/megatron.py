@@ -13,8 +13,8 @@ from megatron_dobb.megatron.arguments import OPTIMIZER
 from megatron_dobb.megatron.saved import Saved
 
 from .buckets import Buckets
+from .contents import Facts, State, not_ours
 from .index import Index
-from .sources import Facts, State, not_ours
 from .unpickling import load
 
 _COMMON_KEY, _COMMON_FILE = "common_state", "common.pt"

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_dobb.errors import CheckpointError
 from megatron_dobb.state import COUNTERS, KEYS, STATE
 
-from .sources import Facts, State, not_ours
+from .contents import Facts, State, not_ours
 
 _DEPTH = 4  # of dictionaries around a state_dict
 

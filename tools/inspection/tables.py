@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import Any
 
 from ..reproduction.results import Cell, Result
+from .contents import Facts
 from .figures import Figures
 from .health import HIGHEST_RESIDUAL, NO_BASIS, Finding, listed
-from .sources import Facts
 
 MOST_ROWS = 60
 """Weights that are shown one by one; more are shown by kind."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from .comparison import add_training_arguments, journal_path, size_of
 from .journal import Record, finish, opened
 from .launch import launch_commands
+from .options import add_training_arguments, journal_path, size_of
 from .results import Command, Result, standard_error
 from .runs import Method, MissingPart, Run, dobb
 from .watch import Watch

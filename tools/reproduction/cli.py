@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron_dobb.errors import DobbError
 
-from . import ablations, comparison, curves, geometry, orthogonality, traffic, update_size
+from . import ablations, compare, geometry, orthogonality, spectra, traffic, update_size
 from .results import Command, save_json, save_plot, show
 from .runs import MissingPart
 
@@ -19,9 +19,9 @@ COMMANDS: dict[str, Command] = {
     **geometry.COMMANDS,
     **traffic.COMMANDS,
     **update_size.COMMANDS,
-    **comparison.COMMANDS,
+    **compare.COMMANDS,
     **ablations.COMMANDS,
-    **curves.COMMANDS,
+    **spectra.COMMANDS,
 }
 
 

@@ -1,6 +1,5 @@
 """Compare optimizers by their held-out loss: first their learning rates, then the best rate with several seeds."""
 
-import argparse
 import dataclasses
 import statistics
 from collections.abc import Sequence
@@ -8,19 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from .journal import Journal, Record, finish, opened
-from .launch import launch_commands
-from .optimizers import dion_is_here, use_dion
+from .journal import Journal, Record, finish
 from .paper import FINAL_LOSS
-from .results import Command, Result, save_plot, standard_error
-from .runs import DEFAULT_METHODS, METHODS, PRESETS, Method, MissingPart, Run, Size
+from .results import Result, standard_error
+from .runs import Method, Run, Size
 from .watch import Watch
 
-RATES = (1e-3, 2e-3, 4e-3)
 EXTENSIONS = 2
-FOLDER = Path("reproduction_out")
 
 
 @dataclass
@@ -167,108 +160,3 @@ def draw_curves(axes: Any, outcomes: dict[str, Outcome], against: str) -> None:
     what = "seconds of CPU time" if against == "time" else "step"
     axes.set(xlabel=what, ylabel="held-out loss (nats per byte)")
     axes.legend(frameon=False, fontsize=8)
-
-
-def methods_of(names: Sequence[str], dion_path: Path | None, console: Console) -> dict[str, Method]:
-    """The methods of these names; those that cannot run here are left out and named."""
-    unknown = sorted(set(names) - METHODS.keys())
-    if unknown:
-        raise MissingPart(f"--methods {' '.join(unknown)}: unknown; use some of {' '.join(METHODS)}")
-    use_dion(dion_path)
-    chosen = {}
-    for name in names:
-        method = METHODS[name]
-        if method.optimizer == "dion" and not dion_is_here():
-            console.print(f"{name} is left out: --dion-path needs a checkout of https://github.com/microsoft/dion")
-        elif missing := method.missing_settings():
-            console.print(f"{name} is left out: this megatron_dobb has no setting {', '.join(missing)}")
-        else:
-            chosen[name] = method
-    if not chosen:
-        raise MissingPart(f"--methods {' '.join(names)}: none of them can run here")
-    return chosen
-
-
-def size_of(options: argparse.Namespace) -> Size:
-    """The preset's size, with `--steps` and `--sequences` in place of its own."""
-    size = PRESETS[options.preset]
-    if options.sequences is not None:
-        size = dataclasses.replace(size, sequences=options.sequences)
-    if options.steps is not None:
-        size = dataclasses.replace(size, steps=options.steps, evaluate_every=max(1, options.steps // 10))
-    return size
-
-
-def add_size_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
-    """Arguments that say how large a run is."""
-    choices = [*PRESETS, *more]
-    parser.add_argument("--preset", choices=choices, default="minutes", help="size of the runs (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="steps of each run, in place of the preset's")
-    parser.add_argument("--sequences", type=int, help="sequences of 128 bytes in a batch, in place of the preset's")
-
-
-def add_training_arguments(parser: argparse.ArgumentParser, seeds: int) -> None:
-    """Arguments of every command that trains with several optimizers."""
-    add_size_arguments(parser, "paper")
-    parser.add_argument("--seeds", type=int, default=seeds, help="seeds of each method (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one thread each")
-    parser.add_argument("--runs", type=Path, help=f"file of finished runs (default: {FOLDER}/runs-PRESET.jsonl)")
-
-
-def journal_path(options: argparse.Namespace) -> Path:
-    """Where finished runs are kept."""
-    return options.runs or FOLDER / f"runs-{options.preset}.jsonl"
-
-
-def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    add_training_arguments(parser, seeds=3)
-    chosen, known = " ".join(DEFAULT_METHODS), " ".join(METHODS)
-    parser.add_argument(
-        "--methods", nargs="+", default=[*DEFAULT_METHODS], help=f"some of {known} (default: {chosen})", metavar="NAME"
-    )
-    parser.add_argument("--rates", nargs="+", type=float, default=[*RATES], help="learning rates of the first stage")
-    parser.add_argument("--extensions", type=int, default=EXTENSIONS, help="rates to add where the best is at the edge")
-    parser.add_argument("--dion-path", type=Path, help="a checkout of microsoft/dion")
-    parser.add_argument("--plot-dir", type=Path, help="draw the curves into this folder")
-
-
-def outcomes_of(options: argparse.Namespace, console: Console) -> tuple[Plan, dict[str, Outcome]]:
-    """Run a comparison, or go on with it, as the options say."""
-    methods = methods_of(options.methods, options.dion_path, console)
-    bad = [rate for rate in options.rates if not 0 < rate < 10]
-    if bad or not options.rates:
-        raise MissingPart(f"--rates {bad}: learning rates must be above 0 and below 10, such as {RATES[0]:g}")
-    plan = Plan(methods, sorted(options.rates), options.seeds, size_of(options), max(0, options.extensions))
-    with opened(journal_path(options)) as journal, Watch(console) as watch:
-        if journal.unreadable:
-            console.print(f"{journal_path(options)}: {journal.unreadable} unreadable lines; those runs are done again")
-        return plan, run_plan(plan, journal, options.jobs, options.dion_path, watch)
-
-
-def save_curves(folder: Path | None, by_step: Result, outcomes: dict[str, Outcome]) -> None:
-    """Write the comparison's plots, if a folder is given for them."""
-    if folder is not None:
-        from .curves import plots
-
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, result in plots(by_step, outcomes).items():
-            save_plot([result], folder / f"{name}.png")
-
-
-def compare(options: argparse.Namespace) -> list[Result]:
-    console = Console()
-    if options.preset == "paper":
-        return [launch_commands(methods_of(options.methods, options.dion_path, console), options.seeds)]
-    plan, outcomes = outcomes_of(options, console)
-    result = table(plan, outcomes)
-    save_curves(options.plot_dir, result, outcomes)
-    return [result]
-
-
-COMMANDS = {
-    "compare": Command(
-        "train with every optimizer: learning rates with one seed, then the best rate with several",
-        compare,
-        add_compare_arguments,
-    )
-}
