@@ -18,6 +18,8 @@ from megatron_dobb.schedule import is_due
 from testbed import gpt
 
 STEPS, BLOCKS, CAPTURED, BETA = 20, 4, 10, 0.95
+LOSS_STEPS = 12
+"""Of the full run: four refreshes. The spread that a loss may have only grows later, from 5e-5 to 1.5e-4."""
 LEARNING_RATE, UPDATE_SCALE = 2e-3, 0.2
 CONFIG = DobbConfig(blocks=BLOCKS, refresh_interval=3, capture_sequences=CAPTURED, moment_beta=BETA, basis_dtype="fp32")
 POLICIES = {"first": CONFIG, "all": replace(CONFIG, capture="all", capture_sequences=None)}
@@ -139,7 +141,7 @@ def losses(layout, noise_seed=None):
     if noise_seed is not None:
         generator = torch.Generator().manual_seed(noise_seed)
         run.load({n: w * (1 + NOISE * torch.randn(w.shape, generator=generator)) for n, w in run.weights.items()})
-    return [run.step(step) for step in range(STEPS)]
+    return [run.step(step) for step in range(LOSS_STEPS)]
 
 
 def perturbed_losses(reference):
