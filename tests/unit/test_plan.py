@@ -11,7 +11,8 @@ import pytest
 from megatron_dobb.costs import triangle
 from tools.planning import cli
 from tools.planning.arguments import pattern_of_layers
-from tools.planning.sizes import PRESETS, ModelSizes, Parallel
+from tools.planning.presets import PRESETS
+from tools.planning.sizes import ModelSizes, Parallel
 from tools.planning.stages import layers_of_chunks
 
 ROOT = Path(__file__).parents[2]
