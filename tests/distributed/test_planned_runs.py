@@ -41,7 +41,7 @@ CASES = {
     "MoE, DP 4": (Layout(4, micro_batch=6, experts=True), [SOME_EXCLUDED]),
     "MoE, DP 2 x TP 2 x EP 2": (
         Layout(4, tensor=2, sequence_parallel=True, micro_batch=6, experts=True, expert=2, expert_tensor=1),
-        [SOME_EXCLUDED, replace(STAGGERED, norm="l2")],
+        [SOME_EXCLUDED, replace(STAGGERED, norm="l2", refresh_interval=3)],
     ),
     "DP 2": (
         Layout(2, micro_batch=12),
@@ -191,10 +191,11 @@ def planned(layout, layers, config):
 
 def refreshed_on(step, kind, config):
     """What a rank has of the refresh of a step, by the plan."""
+    place = step % config.refresh_interval
     if step == 0 or not config.stagger:
-        due = kind.refreshes.values() if step % INTERVAL == 0 else ()
+        due = kind.refreshes.values() if place == 0 else ()
     else:
-        due = [refresh for phase, refresh in kind.refreshes.items() if phase == step % INTERVAL]
+        due = [refresh for phase, refresh in kind.refreshes.items() if phase == place]
     return sum((refresh.costs for refresh in due), start=RankCosts())
 
 
@@ -207,6 +208,8 @@ def test_a_plan_says_what_every_rank_of_a_run_holds_and_sends(case):
     for place, config in enumerate(configs):
         stages = {number: stage for stage in planned(layout, layers, config) for number in stage.stages}
         for number, rank in enumerate(of_rank[place] for of_rank in ranks):
+            if config.stagger and number // layout.expert_tensor % layout.expert:
+                continue  # the first expert-parallel rank's experts are planned, and others may have other turns
             stage = stages[number // per_stage]
             kind = stage.rank(number // per_stage, number % per_stage)
             assert [stage.stock_elements, stage.stock_elements + stage.padding] == rank["buffers"], config

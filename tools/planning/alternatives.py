@@ -89,8 +89,9 @@ def _with_layout(request: Request, changes: dict[str, int], what: str) -> Altern
 
 
 def _counts_of_model(request: Request) -> list[int]:
-    """Block counts that divide the model's width; others cannot work."""
-    return [count for count in workable_counts(request.sizes.hidden_size) if count <= 256]
+    """Block counts that divide the model's width; others cannot work. Whole row blocks may have to be narrow."""
+    most = request.sizes.hidden_size if request.config.side == "output" else 256
+    return [count for count in workable_counts(request.sizes.hidden_size) if count <= most]
 
 
 def _distance(count: int, asked: int) -> float:

@@ -55,9 +55,15 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _trade_off(request: Request, console: Console) -> list[dict[str, Any]]:
-    """The heaviest rank's figures for every usual B that works."""
+    """The heaviest rank's figures for every usual B that works, and for the one that was asked for."""
     points = []
-    for count in track(COUNTS, "planning for every B", console=console, transient=True):
+    asked = request.config.blocks
+    for count in track(
+        sorted({*COUNTS, *([asked] if isinstance(asked, int) else [])}),
+        "planning for every B",
+        console=console,
+        transient=True,
+    ):
         try:
             stages = plan(replace(request, config=with_blocks(request.config, count)))
         except ConfigError:
