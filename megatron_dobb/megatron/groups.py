@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import DobbConfig
-from ..errors import UnsupportedError
-from .manage import ChunkPlan, ManagedWeight
+from .manage import ChunkPlan
+from .shapes import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
 
 Ranks = tuple[int, ...]
 
@@ -40,47 +40,32 @@ class MomentGroups:
         """
         weights = [weight for plan in plans for weight in plan.managed]
         for weight in weights:
-            if weight.is_expert_parallel and weight.parts_over_tp and (config.norm == "l2" or config.source == "gram"):
-                raise UnsupportedError(
-                    f"--dobb-norm {config.norm} with --dobb-source {config.source} does not work with "
-                    f"--expert-tensor-parallel-size above 1, which splits the blocks of {weight.name}: use 1, or "
-                    "--dobb-exclude the experts"
-                )
-        same_tokens, over_tensor_parallel = token_ranks(chunk.dp_cp_group, chunk.tp_group)
-        # The dispatcher gives all tensor-parallel ranks of an expert the same tokens.
-        expert_ranks = tuple(sorted(dist.get_process_group_ranks(chunk.expt_dp_group)))
-        ranks_of: dict[str, Ranks] = {}
-        for weight in weights:
-            if weight.is_expert_parallel:
-                ranks_of[weight.name] = expert_ranks
-            elif _sums_over_tp(weight, config):
-                # Copies that all see the same tokens count them once each, which leaves the mean as it is.
-                ranks_of[weight.name] = over_tensor_parallel
-            else:
-                ranks_of[weight.name] = same_tokens
+            check_split_expert(weight, config)
+        tokens, tokens_over_tensor = token_ranks(chunk.dp_cp_group, chunk.tp_group)
+        moment_sets: dict[MomentSet, Ranks] = {
+            "tokens": tokens,
+            "tokens over tensor": tokens_over_tensor,
+            "expert tokens": ranks_of_group(chunk.expt_dp_group),
+        }
+        ranks_of = {weight.name: moment_sets[moment_set(weight, config)] for weight in weights}
         columns_of: dict[str, Ranks] = {}
         if config.norm == "l2":
-            mine = (dist.get_rank(),)
-            shards, shards_over_tp = token_ranks(chunk.intra_dp_cp_group, chunk.tp_group)
-            expert_shards = tuple(sorted(dist.get_process_group_ranks(chunk.intra_expt_dp_group)))
-            tensor_ranks = tuple(sorted(dist.get_process_group_ranks(chunk.tp_group)))
-            for weight in weights:
-                own, over_tp = (mine, tensor_ranks) if weight.output_side else (shards, shards_over_tp)
-                if weight.is_expert_parallel:
-                    columns_of[weight.name] = mine if weight.output_side else expert_shards
-                else:
-                    columns_of[weight.name] = over_tp if weight.parts_over_tp else own
+            shards, shards_over_tensor = token_ranks(chunk.intra_dp_cp_group, chunk.tp_group)
+            column_sets: dict[ColumnSet, Ranks] = {
+                "alone": (dist.get_rank(),),
+                "tensor": ranks_of_group(chunk.tp_group),
+                "shards": shards,
+                "shards over tensor": shards_over_tensor,
+                "expert shards": ranks_of_group(chunk.intra_expt_dp_group),
+            }
+            columns_of = {weight.name: column_sets[column_set(weight)] for weight in weights}
         wanted = [*ranks_of.values(), *columns_of.values()]
         return cls(ranks_of, columns_of, create_groups(wanted, timeout_of(chunk.dp_cp_group)))
 
 
-def _sums_over_tp(weight: ManagedWeight, config: DobbConfig) -> bool:
-    """Whether the sums of tensor-parallel ranks make up one moment together."""
-    geometry = weight.geometry
-    if config.source == "gram":  # what is summed are parts of the gradient
-        return weight.parts_over_tp or geometry.replicated
-    over_tp = geometry.outputs_over_tp if weight.output_side else geometry.tokens_over_tp
-    return bool(over_tp) or geometry.replicated
+def ranks_of_group(group: dist.ProcessGroup) -> Ranks:
+    """The global ranks of a group, ascending."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def token_ranks(tokens_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup) -> tuple[Ranks, Ranks]:
@@ -94,7 +79,7 @@ def token_ranks(tokens_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup
         The ranks of `tokens_group`, and the union of those groups over all tensor-parallel peers: the ranks to sum
         over when the hooked input is a sequence shard.
     """
-    mine = tuple(sorted(dist.get_process_group_ranks(tokens_group)))
+    mine = ranks_of_group(tokens_group)
     everyone: list[Ranks] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     peers = dist.get_process_group_ranks(tensor_group)

@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from ..blocks import Shard, block_width
 from ..capture import Source
 from ..config import Asked, DobbConfig
-from ..errors import UnsupportedError
 from .adapters import SEQUENCE_DIM, Adapter, Geometry, find, imported_class, matrix_of
 from .names import global_names, kind_of, weight_names
+from .shapes import BlockedWeight, alignment, check_outputs_seen, choose_width
 
 __all__ = ["ChunkPlan", "ManagedWeight", "global_names", "manage"]
 
@@ -24,7 +24,7 @@ _MOE_LAYER = "megatron.core.transformer.moe.moe_layer:BaseMoELayer"
 
 
 @dataclass(frozen=True)
-class ManagedWeight:
+class ManagedWeight(BlockedWeight):
     """A weight on Dobb.
 
     Attributes:
@@ -50,47 +50,9 @@ class ManagedWeight:
     moe: nn.Module | None
 
     @property
-    def local_columns(self) -> int:
-        """Columns that this rank holds."""
-        return self.parameter.shape[1]
-
-    @property
-    def features(self) -> int:
-        """Features that the blocks divide: the whole weight's columns, or its rows."""
-        return self.geometry.rows if self.output_side else self.geometry.columns
-
-    @property
-    def local_blocks(self) -> int:
-        """Blocks of which this rank holds a part, tensor parallelism considered and ZeRO not."""
-        return self.parameter.shape[0 if self.output_side else 1] // self.width
-
-    @property
-    def blocks_over_tp(self) -> bool:
-        """Whether tensor-parallel ranks hold different blocks, rather than parts of the same ones."""
-        return self.local_blocks * self.width < self.features
-
-    @property
-    def parts_over_tp(self) -> bool:
-        """Whether tensor-parallel ranks hold different parts of the same blocks."""
-        features = self.geometry.columns if self.output_side else self.geometry.rows
-        return self.parameter.shape[1 if self.output_side else 0] < features
-
-    def shard(self, start: int, end: int) -> Shard:
-        """A flat range of this rank's part, as `Segment` wants it."""
-        if not self.output_side:
-            return Shard(start, end, self.local_columns, self.width)
-        return Shard(0, end - start, (end - start) // self.local_columns, self.width)
-
-    def held_blocks(self, start: int, end: int) -> tuple[int, ...]:
-        """The blocks of which a flat range of this rank's part holds something."""
-        if not self.output_side:
-            return self.shard(start, end).held_blocks()
-        return tuple(range(start // self.alignment, end // self.alignment))
-
-    @property
-    def alignment(self) -> int:
-        """Elements, from the weight's start, of which every cut inside it is a multiple."""
-        return _alignment(self.width, self.parameter, self.output_side)
+    def shape(self) -> torch.Size:
+        """Rows and columns of this rank's part."""
+        return self.parameter.shape
 
     @property
     def is_expert_parallel(self) -> bool:
@@ -219,26 +181,14 @@ def _moe_layers(root: nn.Module) -> dict[int, nn.Module]:
 
 def _tag(matrix: _Matrix, geometry: Geometry, config: DobbConfig) -> int:
     """Choose a weight's block width, and say to the layout of the buffers what no boundary may cut."""
-    output_side = config.side == "output"
-    if config.source == "output-gradient" and geometry.outputs_over_tp is None:
-        raise UnsupportedError(
-            f"--dobb-source output-gradient cannot see the gradient of the output of {matrix.name}, a "
-            f"{type(matrix.module).__name__}{' of an expert' if matrix.moe is not None else ''}: use --dobb-source "
-            "gram, or leave the weight to AdamW with --dobb-exclude"
-        )
-    features = geometry.rows if output_side else geometry.columns
-    shards = features // matrix.parameter.shape[0] if output_side else geometry.column_shards
-    width = block_width(matrix.name, features, column_shards=shards, side=config.side, **config.blocks_of(matrix.name))
-    setattr(matrix.parameter, WIDTH_ATTRIBUTE, _alignment(width, matrix.parameter, output_side))
+    check_outputs_seen(matrix.name, type(matrix.module).__name__, geometry, config, of_expert=matrix.moe is not None)
+    output_side, shape = config.side == "output", matrix.parameter.shape
+    width, shards = choose_width(matrix.name, geometry, shape, config)
+    setattr(matrix.parameter, WIDTH_ATTRIBUTE, alignment(width, shape, output_side))
     setattr(matrix.parameter, OUTPUT_SIDE_ATTRIBUTE, output_side)
     setattr(matrix.parameter, NAME_ATTRIBUTE, matrix.name)
     setattr(matrix.parameter, COLUMN_SHARDS_ATTRIBUTE, shards)
     return width
-
-
-def _alignment(width: int, parameter: nn.Parameter, output_side: bool) -> int:
-    """A block over the output axis is `width` whole rows."""
-    return width * parameter.shape[1] if output_side else width
 
 
 def _why_not(matrix: _Matrix, config: DobbConfig, plan: ChunkPlan) -> str | None:

@@ -145,6 +145,8 @@ class DobbDistributedOptimizer(ResumableOptimizer):
                 # One that several chunks share belongs to the last of them.
                 if unique[name] is weight:
                     held[name] = weight.held_blocks(*cut_of[name]) if name in cut_of else ()
+                    if self.dobb.source == "none":
+                        continue  # there is nothing to refresh
                     place = moment_groups.ranks_of[name], self._phases.get(name, 0)
                     members.setdefault(place, {}).setdefault((number, -width), []).append(
                         HeldWeight(name, weight.local_blocks, width, held[name], may_be_idle=weight.moe is not None)

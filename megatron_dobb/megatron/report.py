@@ -16,14 +16,13 @@ MIB = 2**20
 def log_start(optimizer: DobbDistributedOptimizer) -> None:
     """The start-up table: what is on Dobb and what is not, alignment, memory and traffic of this rank."""
     # The second optimizer, for experts, is empty where a rank has none.
-    if not optimizer.is_stub_optimizer and (optimizer.refresh_groups or not optimizer.is_expert):
+    if not optimizer.is_stub_optimizer and (optimizer.managed or not optimizer.is_expert):
         say("\n".join(start_table(optimizer, [chunk.dobb_plan for chunk in optimizer.model_chunks])))
 
 
 def start_table(optimizer: DobbDistributedOptimizer, plans: Sequence[ChunkPlan]) -> list[str]:
     """The lines of the start-up table."""
-    ours = {w.key for group in optimizer.refresh_groups for w in group.weights}
-    managed = {w.name: w for plan in plans for w in plan.managed if w.name in ours}
+    managed = optimizer.managed
     elements = sum(w.parameter.numel() for w in managed.values())
     kind = "expert matrices" if optimizer.is_expert else "matrices"
     lines = [f"dobb: {len(managed)} {kind} ({elements:,} elements)"]

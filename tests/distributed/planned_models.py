@@ -9,6 +9,7 @@ whether there is a Transformer Engine. It writes what `compare` gives for each c
 import dataclasses
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def compare(sizes: ModelSizes, parallel: Parallel) -> list[tuple[list[Any], list
     from megatron_dobb.config import DobbConfig
     from megatron_dobb.megatron.manage import manage
     from megatron_dobb.megatron.names import weight_names
+    from megatron_dobb.megatron.shapes import column_set, moment_set
     from testbed import gpt
     from testbed.attention import PlainAttention
     from tools.planning.plan import Request, chunks_of_stage
@@ -149,11 +151,25 @@ def compare(sizes: ModelSizes, parallel: Parallel) -> list[tuple[list[Any], list
         names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         settings |= {name: getattr(sizes, name) for name in names} | {"multi_latent_attention": True}
     config = (MLATransformerConfig if sizes.latent_attention else TransformerConfig)(**settings)
-    asked = DobbConfig(blocks=4)
+    sides = (DobbConfig(blocks=4), DobbConfig(blocks=4, side="output", source="gram"))
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = layers_of_chunks(sizes, parallel)[stage]
     found = []
-    for number, planned in enumerate(chunks_of_stage(Request(sizes, parallel, asked, Rates()), stage, layers)):
+    plans = [chunks_of_stage(Request(sizes, parallel, config, Rates()), stage, layers) for config in sides]
+
+    def about(weights: Sequence[Any], of_expert: bool, layer: str) -> tuple[Any, ...]:
+        """What is known of a weight, whose blocks are over columns and over rows."""
+        geometry = weights[0].geometry
+        seen = geometry.outputs_over_tp
+        shards = parallel.tensor > 1  # of a sequence, if there are any
+        return (
+            (geometry.rows, geometry.columns, geometry.column_shards, geometry.replicated, of_expert),
+            (geometry.tokens_over_tp and shards, layer if seen is None else seen and shards),
+            [(weight.width, weight.local_blocks, weight.alignment) for weight in weights],
+            [(moment_set(weight, config), column_set(weight)) for weight, config in zip(weights, sides, strict=True)],
+        )
+
+    for number, planned in enumerate(zip(*plans, strict=True)):
         virtual = number if parallel.chunks > 1 else None
         place = {"ignore_virtual": False, "vp_stage": virtual}
         block = get_gpt_decoder_block_spec(
@@ -175,7 +191,7 @@ def compare(sizes: ModelSizes, parallel: Parallel) -> list[tuple[list[Any], list
             post_process=parallel_state.is_pipeline_last_stage(**place),
             vp_stage=virtual,
         )
-        managed = {id(weight.parameter): weight for weight in manage(built, asked).managed}
+        managed = [{id(weight.parameter): weight for weight in manage(built, config).managed} for config in sides]
         names = {
             id(built.get_submodule(path)._parameters[own]): name
             for (path, own), name in weight_names(built).items()
@@ -183,24 +199,17 @@ def compare(sizes: ModelSizes, parallel: Parallel) -> list[tuple[list[Any], list
         }
         real = []
         for parameter in built.parameters():
-            weight = managed.get(id(parameter))
-            about = None
-            if weight is not None:
-                geometry = weight.geometry
-                over = parallel.tensor > 1 and (geometry.tokens_over_tp or geometry.replicated)
-                shape = (geometry.rows, geometry.columns, geometry.column_shards)
-                about = (*shape, weight.width, weight.local_blocks, over and weight.moe is None, weight.moe is not None)
+            weights = [of_side[id(parameter)] for of_side in managed if id(parameter) in of_side]
             apart = not getattr(parameter, "allreduce", True)
             own = getattr(parameter, "shared_embedding", False)
-            real.append((names[id(parameter)], tuple(parameter.shape), apart, own, about))
+            layer = type(weights[0].module).__name__ if weights else ""
+            known = about(weights, weights[0].moe is not None, layer) if weights else None
+            real.append((names[id(parameter)], tuple(parameter.shape), apart, own, known))
         said = []
-        for each in planned.parameters:
-            chosen = planned.chosen.managed.get(each.name)
-            about = None
-            if chosen is not None:
-                shape = (each.rows, each.columns, each.column_shards)
-                about = (*shape, chosen.width, chosen.local_blocks, each.over_tensor, each.expert)
-            said.append((each.name, each.shape, each.apart, each.own_bucket, about))
+        for each in planned[0].parameters:
+            weights = [chunk.chosen.managed[each.name] for chunk in planned if each.name in chunk.chosen.managed]
+            known = about(weights, each.expert, each.layer) if weights else None
+            said.append((each.name, each.shape, each.apart, each.own_bucket, known))
         found.append((real, said))
     return found
 

@@ -219,6 +219,33 @@ def test_layers_and_experts_find_their_momenta_in_megatrons_stacks(inspected, tm
     assert data["facts"]["run"]["tensor_model_parallel_size"] == 2
 
 
+def test_without_bases_the_weights_of_a_megatron_checkpoint_are_those_without_second_moments(inspected, tmp_path):
+    whole = {number: state_of(seed=number)["momentum"] for number in range(5)}
+    prefix, layers = "optimizer.state.exp_avg.", "decoder.layers.mlp."
+    halves = [whole[number].chunk(2) for number in (0, 1)]
+    tensors = {
+        f"{prefix}{layers}linear_fc1.weight_w": torch.stack([half for half, _ in halves]),
+        f"{prefix}{layers}linear_fc1.weight_v": torch.stack([half for _, half in halves]),
+        f"{prefix}{layers}experts.experts.linear_fc2.weight": torch.stack([whole[2], whole[3]])[None],
+        f"{prefix}decoder.layers.7.self_attention.linear_proj.weight": whole[4],
+        f"{prefix}output_layer.weight": torch.zeros(4, 4),
+        "optimizer.state.exp_avg_sq.output_layer.weight": torch.zeros(4, 4),
+    }
+    dobb = {**FACTS, "blocks": None, "block_width": 1, "source": "none", "side": "output"}
+    _, printed, data = inspected(megatron_folder(tmp_path / "names", tensors, dobb=dobb))
+    experts = "decoder.layers.0.mlp.experts.linear_fc2.weight"
+    names = [FC1.replace(".1.", ".0."), FC1, f"{experts}0", f"{experts}1"]
+    names.append("decoder.layers.7.self_attention.linear_proj.weight")
+    assert sorted(by_name(data)) == sorted(names)
+    for name, momentum in zip(names, whole.values(), strict=True):
+        found = by_name(data)[name]["update_effective_rank"]
+        assert found == pytest.approx(effective_rank(torch.linalg.svdvals(momentum.sign().double())))
+    assert "moments, bases: this variant has none" in printed
+    status, printed, _ = inspected(megatron_folder(tmp_path / "none", {"weight": torch.zeros(3)}, dobb=dobb))
+    assert status == 2
+    assert "--dist-ckpt-optim-fully-reshardable" in printed
+
+
 def test_every_place_of_a_weight_is_tried():
     assert ("decoder.layers.mlp.linear_fc1.weight", (1,)) in list(places(FC1))
     assert (FC1, ()) in list(places(FC1))

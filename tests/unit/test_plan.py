@@ -11,7 +11,8 @@ import pytest
 from megatron_dobb.costs import triangle
 from tools.planning import cli
 from tools.planning.arguments import pattern_of_layers
-from tools.planning.sizes import PRESETS, ModelSizes, Parallel
+from tools.planning.presets import PRESETS
+from tools.planning.sizes import ModelSizes, Parallel
 from tools.planning.stages import layers_of_chunks
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +182,6 @@ def test_the_plot_shows_every_block_count_that_works(planned, tmp_path):
         ("--preset gpt2-small --flops -3", ["--flops -3", "above 0"]),
         ("--preset gpt2-small --exclude nothing", ["'nothing'", "matches no weight"]),
         ("--preset gpt2-small --exclude *", ["no matrix", "--dobb-exclude"]),
-        ("--preset gpt2-small --dobb-side output", ["output", "not planned for", "use input"]),
         ("--preset gpt2-small --blocks-for fc2", ["fc2", "PATTERN=COUNT"]),
         ("--preset gpt3", ["--preset", "'gpt3'", "gpt2-small"]),
         ("--num-layers 2", ["--hidden-size, --num-attention-heads, --vocab-size missing", "--preset"]),
@@ -206,18 +206,13 @@ def test_bad_input_is_one_sentence_that_says_what_works(planned, words, fragment
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("flag", ["--mtp-num-layers 1", "--num-distributed-optimizer-instances=2", "--spec a b"])
+@pytest.mark.parametrize("flag", ["--mtp-num-layers 1", "--ddp-num-buckets=2", "--spec a b"])
 def test_a_file_that_asks_for_what_is_not_planned_for_is_refused_by_name(planned, tmp_path, flag):
     (tmp_path / "flags.txt").write_text(f"{LLAMA3_8B} {flag}")
     status, printed, data = planned("--args", tmp_path / "flags.txt")
     assert (status, data) == (2, None)
     assert flag.replace("=", " ").split()[0] in printed
     assert "leave it out" in printed
-
-
-def test_one_optimizer_instance_is_the_usual_thing(planned, tmp_path):
-    (tmp_path / "flags.txt").write_text(f"{LLAMA3_8B} --num-distributed-optimizer-instances 1")
-    assert planned("--args", tmp_path / "flags.txt")[0] == 0
 
 
 def test_an_impossible_layout_comes_with_layouts_that_work(planned):

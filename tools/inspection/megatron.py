@@ -20,7 +20,7 @@ from .unpickling import load
 _COMMON_KEY, _COMMON_FILE = "common_state", "common.pt"
 _CONTENT, _SHARDING = "content_metadata", "distrib_optim_sharding_type"
 _OURS = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.)dobb\.(?P<kind>moment|basis)\.(?P<name>.+)")
-_MOMENTUM = "state.exp_avg."
+_MOMENTUM, _SECOND = "state.exp_avg.", "state.exp_avg_sq."
 _LAYER = re.compile(r"(?<=\blayers)\.(\d+)(?=\.)")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.(\w+)\.weight(\d+)$")
@@ -53,10 +53,17 @@ class MegatronCheckpoint:
             if ours and index.is_tensor(key):
                 self._keys.setdefault(ours["name"], {})[ours["kind"]] = key
                 self._prefixes[ours["name"]] = ours["prefix"]
-        if not self._keys and saved.source != "none":
+        if not self._keys and saved.source == "none":
+            self._prefixes = dict(_without_moments(index))
+        if not self._prefixes:
             raise CheckpointError(
-                f"{index.folder} was written by Dobb, and has no moments of any weight: it was saved with "
-                "--no-save-optim, or is damaged; give another iteration"
+                f"{index.folder} was written by Dobb, and has no moments of any weight: "
+                + (
+                    "it has none with --dobb-source none, and its optimizer state is not by the names of the weights; "
+                    "save with --dist-ckpt-optim-fully-reshardable"
+                    if saved.source == "none"
+                    else "it was saved with --no-save-optim, or is damaged; give another iteration"
+                )
             )
         self.facts = Facts(
             "megatron",
@@ -84,10 +91,12 @@ class MegatronCheckpoint:
     @property
     def names(self) -> Sequence[str]:
         """See `Source`."""
-        return list(self._keys)
+        return list(self._prefixes)
 
     def state(self, name: str) -> State:
         """See `Source`."""
+        if name not in self._keys:
+            return State(None, None, *self._momentum(name, None))
         keys = self._keys[name]
         lost = [kind for kind in ("moment", "basis") if kind not in keys]
         if lost:
@@ -101,9 +110,9 @@ class MegatronCheckpoint:
         momentum, reason = self._momentum(name, moment.shape[0] * moment.shape[2])
         return State(moment, basis, momentum, reason)
 
-    def _momentum(self, name: str, features: int) -> tuple[Tensor | None, str | None]:
-        """The momentum of a weight whose blocks divide so many features, or why there is none."""
-        if self.facts.side == "output" and name.endswith("linear_fc1.weight"):
+    def _momentum(self, name: str, features: int | None) -> tuple[Tensor | None, str | None]:
+        """The momentum of a weight whose blocks, if it has any, divide so many features, or why there is none."""
+        if features is not None and self.facts.side == "output" and name.endswith("linear_fc1.weight"):
             return None, "the rows of a gated layer may lie in another order in the checkpoint than its blocks"
         axis = 1 if self.facts.side == "input" else 0
         if self.facts.layout == "fully_reshardable":
@@ -125,7 +134,7 @@ class MegatronCheckpoint:
             momentum = flat
         else:
             return None, f"momenta of the layout {self.facts.layout} are not known"
-        if momentum.ndim != 2 or momentum.shape[axis] != features:
+        if momentum.ndim != 2 or momentum.shape[axis] != (features or momentum.shape[axis]):
             return None, f"what was found under its name has the shape {list(momentum.shape)}"
         return momentum, None
 
@@ -140,6 +149,29 @@ class MegatronCheckpoint:
             if parts and all(len(self.index.shape(part)) == len(lead) + 2 for part in parts):
                 return [(part, lead) for part in sorted(parts)]
         return []
+
+
+def _without_moments(index: Index) -> Iterator[tuple[str, str]]:
+    """Names of the weights that have a momentum and no second moment, and what is before `state` in its key."""
+    for key in index.entries:
+        prefix, found, own = key.partition(_MOMENTUM)
+        if found and index.is_tensor(key) and f"{prefix}{_SECOND}{own}" not in index.entries:
+            for lead in itertools.product(*map(range, index.shape(key)[:-2])):
+                yield from ((name, prefix) for name in _names_at(own, lead))
+
+
+def _names_at(own: str, lead: tuple[int, ...]) -> Iterator[str]:
+    """The name of the weight that is kept under a key, at a place of its leading dimensions; none if it is unknown."""
+    name = own = re.sub(r"(?<=\.weight)[._]\w+$", "", own)  # of a part that is kept apart
+    rest = list(lead)
+    if rest and re.search(r"\blayers\.(?!\d)", name):
+        name = re.sub(r"\blayers\.", f"layers.{rest.pop(0)}.", name, count=1)
+    if rest and ".experts.experts." in name:
+        name = re.sub(r"\.experts\.experts\.(\w+)\.weight$", rf".experts.\1.weight{rest.pop()}", name)
+    elif rest:
+        name = name.replace(".experts.", f".experts.local_experts.{rest.pop()}.", 1)
+    if (own, lead) in places(name):
+        yield name
 
 
 def places(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from megatron_dobb.blocks import workable_counts
-from megatron_dobb.errors import ConfigError
+from megatron_dobb.config import DobbConfig
+from megatron_dobb.errors import DobbError
 
 from .plan import Request, lay_out_stage, unlike_stages
 
@@ -30,8 +31,8 @@ class Alternative:
 def try_out(request: Request, what: str) -> Alternative | None:
     """Lay a request out, without owners; None if it cannot be."""
     try:
-        buffers = [buffer for _, chunks in unlike_stages(request) for buffer in lay_out_stage(request, chunks)]
-    except ConfigError:
+        buffers = [buffer for kind in unlike_stages(request) for buffer in lay_out_stage(request, kind.chunks)]
+    except DobbError:
         return None
     return Alternative(
         what, max(b.unit for b in buffers), max(b.padding / b.stock if b.stock else 0.0 for b in buffers)
@@ -41,36 +42,56 @@ def try_out(request: Request, what: str) -> Alternative | None:
 def alternatives(request: Request) -> list[Alternative]:
     """Block counts for all weights, and tensor-parallel sizes with the blocks that were asked for, that work.
 
-    The nearest ones to what was asked, at most `MOST` of each.
+    The nearest ones to what was asked, at most `MOST` of each. For whole row blocks, which pad, optimizer instances and
+    the input side as well.
     """
     found: list[Alternative | None] = []
-    asked = request.config.blocks if isinstance(request.config.blocks, int) else 16
-    counts = sorted({*COUNTS, *_counts_of_model(request)}, key=lambda count: (_distance(count, asked), count))
-    for count in counts:
-        if sum(each is not None for each in found) == MOST:
-            break
-        config = replace(request.config, blocks=count, block_width=None)
-        found.append(try_out(replace(request, config=config), f"--blocks {count}"))
-    tensor = request.parallel.tensor
+    config, parallel = request.config, request.parallel
+    if config.source != "none":
+        asked = config.blocks if isinstance(config.blocks, int) else 16
+        counts = sorted({*COUNTS, *_counts_of_model(request)}, key=lambda count: (_distance(count, asked), count))
+        for count in counts:
+            if sum(each is not None for each in found) == MOST:
+                break
+            found.append(try_out(replace(request, config=with_blocks(config, count)), f"--blocks {count}"))
     for size in TENSOR_SIZES:
         # As many ranks, where that is possible.
-        ranks = request.parallel.data * tensor
-        if size != tensor and ranks % size == 0:
-            parallel = {"tensor": size, "data": ranks // size}
-            found.append(_with_layout(request, parallel, f"--tp {size} --dp {ranks // size}"))
+        ranks = parallel.data * parallel.tensor
+        if size != parallel.tensor and ranks % size == 0:
+            changes = {"tensor": size, "data": ranks // size}
+            found.append(_with_layout(request, changes, f"--tp {size} --dp {ranks // size}"))
+    if config.side == "output":
+        for instances in (2, 4, 8, 16):
+            what = f"--num-distributed-optimizer-instances {instances}"
+            found.append(
+                _with_layout(request, {"instances": instances}, what) if instances > parallel.instances else None
+            )
+        other = replace(
+            config,
+            side="input",
+            source=None if config.source == "output-gradient" else config.source,
+            block_width=None if config.source == "none" else config.block_width,
+        )
+        found.append(try_out(replace(request, config=other), "--side input"))
     return [each for each in found if each is not None]
+
+
+def with_blocks(config: DobbConfig, count: int) -> DobbConfig:
+    """The same settings with so many blocks."""
+    return replace(config, blocks=count, block_width=None)
 
 
 def _with_layout(request: Request, changes: dict[str, int], what: str) -> Alternative | None:
     try:
         return try_out(replace(request, parallel=replace(request.parallel, **changes)), what)
-    except ConfigError:  # expert parallelism does not fit
+    except DobbError:  # expert parallelism or optimizer instances do not fit
         return None
 
 
 def _counts_of_model(request: Request) -> list[int]:
-    """Block counts that divide the model's width; others cannot work."""
-    return [count for count in workable_counts(request.sizes.hidden_size) if count <= 256]
+    """Block counts that divide the model's width; others cannot work. Whole row blocks may have to be narrow."""
+    most = request.sizes.hidden_size if request.config.side == "output" else 256
+    return [count for count in workable_counts(request.sizes.hidden_size) if count <= most]
 
 
 def _distance(count: int, asked: int) -> float:

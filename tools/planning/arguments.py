@@ -1,16 +1,17 @@
 """The command line of `tools/plan.py`, and files of Megatron's flags."""
 
 import argparse
+import copy
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from megatron_dobb.config import QR_METHODS
-from megatron_dobb.ops import PRECISIONS
+from megatron_dobb.megatron.arguments import add_arguments
 
-from .sizes import PRESETS, PlanError
+from .presets import PRESETS
+from .sizes import PlanError
 from .timing import Rates
 
 ABSENT = argparse.SUPPRESS
@@ -22,7 +23,6 @@ REFUSED = {
     "--experimental-attention-variant": "experimental attention",
     "--hybrid-layer-pattern": "hybrid models",
     "--pipeline-model-parallel-layout": "a pipeline layout by hand",
-    "--num-distributed-optimizer-instances": "several optimizer instances",
     "--ddp-num-buckets": "a number of buckets",
     "--fp8-param-gather": "fp8 parameters in buffers of their own",
     "--use-megatron-fsdp": "Megatron-FSDP, which Dobb does not work with",
@@ -127,40 +127,25 @@ def _layout_flags(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--overlap-grad-reduce", action="store_true", default=ABSENT)
     layout.add_argument("--ddp-bucket-size", type=whole, default=ABSENT, metavar="N")
     layout.add_argument("--ddp-pad-buckets-for-high-nccl-busbw", action="store_true", default=ABSENT)
+    layout.add_argument("--num-distributed-optimizer-instances", type=whole, default=ABSENT, metavar="N")
+    others = parser.add_argument_group("what some variants of Dobb do not work with")
+    others.add_argument("--calculate-per-token-loss", action="store_true", default=ABSENT)
+    others.add_argument("--recompute-granularity", choices=("full", "selective"), default=ABSENT)
+    others.add_argument("--recompute-modules", nargs="*", default=ABSENT, metavar="MODULE")
 
 
 def _dobb_flags(parser: argparse.ArgumentParser) -> None:
+    """The run's own flags, and the same without `dobb-`; only what is given becomes an option."""
+    of_a_run = argparse.ArgumentParser(add_help=False)
+    of_a_run.add_argument("--optimizer")
+    add_arguments(of_a_run)
     dobb = parser.add_argument_group("Dobb (as in a run, or without the dobb-)")
-
-    def add(name: str, **settings: Any) -> None:
-        dobb.add_argument(f"--{name}", f"--dobb-{name}", dest=f"dobb_{name.replace('-', '_')}", **settings)
-
-    add("blocks", type=whole, default=ABSENT, metavar="B", help="blocks over the input axis of every weight")
-    add("block-width", type=whole, default=ABSENT, metavar="b", help="columns in one block")
-    add("blocks-for", nargs="+", default=ABSENT, metavar="PATTERN=COUNT", help="block counts of some weights")
-    add("exclude", nargs="+", default=ABSENT, metavar="PATTERN", help="weights that stay on AdamW")
-    add("refresh-interval", type=whole, default=ABSENT, metavar="T", help="steps between refreshes")
-    add("iterations", type=whole, default=ABSENT, metavar="k", help="orthogonal iterations of a refresh")
-    add("moment-dtype", choices=("fp32", "bf16"), default=ABSENT)
-    add("moment-transport", choices=("fp32", "bf16"), default=ABSENT)
-    add("basis-dtype", choices=("fp32", "bf16"), default=ABSENT)
-    add("precision", choices=PRECISIONS, default=ABSENT)
-    add("qr", choices=QR_METHODS, default=ABSENT)
-    for name, planned, others in (
-        ("side", "input", "bases of the output side"),
-        ("source", "activation", "other bases"),
-        ("norm", "sign", "Dobb-l2"),
-    ):
-        add(name, type=_only(planned, others), default=ABSENT, metavar=planned, help=f"{others}: not planned for")
-
-
-def _only(planned: str, others: str) -> Callable[[str], str]:
-    def check(text: str) -> str:
-        if text != planned:
-            raise argparse.ArgumentTypeError(f"{text} is not planned for ({others}): use {planned}, or leave it out")
-        return text
-
-    return check
+    for action in of_a_run._actions:
+        if action.dest.startswith("dobb_"):
+            same = copy.copy(action)
+            same.option_strings = [s.replace("dobb-", "", 1) for s in action.option_strings] + [*action.option_strings]
+            same.default = ABSENT
+            dobb._add_action(same)
 
 
 def _flags() -> Parser:
@@ -235,9 +220,8 @@ def read_file(path: Path) -> tuple[argparse.Namespace, list[str]]:
     except ValueError as error:
         raise PlanError(f"--args {path}: {error}; close every quote") from None
     for word in words:
-        name, _, value = word.partition("=")
-        number = value or (words[words.index(word) + 1] if words.index(word) + 1 < len(words) else "")
-        if name in REFUSED and number != ("1" if name == "--num-distributed-optimizer-instances" else None):
+        name = word.partition("=")[0]
+        if name in REFUSED:
             raise PlanError(f"--args {path}: {name} is not planned for ({REFUSED[name]}): leave it out of the file")
     try:
         given, unknown = _flags().parse_known_args(words)

@@ -5,37 +5,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_dobb import layout
-from megatron_dobb.blocks import block_width
 from megatron_dobb.config import DobbConfig
+from megatron_dobb.megatron.adapters import Geometry
 from megatron_dobb.megatron.manage import fewer_features_than_blocks
+from megatron_dobb.megatron.shapes import BlockedWeight, check_outputs_seen, choose_width
 
 from .parameters import Parameter
 from .sizes import Parallel
 
 
 @dataclass(frozen=True)
-class Managed:
-    """A weight on Dobb: the parameter, the width of its blocks, and how many of them a rank has."""
+class Managed(BlockedWeight):
+    """A weight on Dobb.
+
+    Attributes:
+        parameter: it as a tensor-parallel rank holds it.
+        width: of its blocks.
+        output_side: whether they divide its rows.
+        shards: tensor-parallel ranks that share the features which they divide.
+    """
 
     parameter: Parameter
     width: int
+    output_side: bool = False
+    shards: int = 1
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         """Its name in the whole model."""
         return self.parameter.name
 
     @property
-    def local_blocks(self) -> int:
-        """Blocks on a tensor-parallel rank."""
-        return self.parameter.shape[1] // self.width
+    def geometry(self) -> Geometry:  # type: ignore[override]
+        """Its global shape."""
+        assert self.parameter.geometry is not None
+        return self.parameter.geometry
 
     @property
-    def ranks(self) -> str:
-        """Over which ranks its moment is summed: a key of `RANK_SETS`."""
-        if self.parameter.apart:
-            return "expert"
-        return "over tensor" if self.parameter.over_tensor else "dense"
+    def shape(self) -> Sequence[int]:
+        """Rows and columns on a rank."""
+        return self.parameter.shape
+
+    @property
+    def is_expert_parallel(self) -> bool:
+        """Whether it is in the experts' buffer."""
+        return self.parameter.apart
 
 
 @dataclass
@@ -58,36 +72,36 @@ def choose(parameters: Sequence[Parameter], config: DobbConfig) -> Chosen:
 
     Raises:
         BlockError: if a weight cannot be cut into the blocks that the settings ask for.
+        UnsupportedError: if its second moments cannot be taken.
     """
     chosen = Chosen()
     for parameter in parameters:
         reason = _why_not(parameter, config)
-        if parameter.columns:
+        if parameter.geometry is not None:
             chosen.patterns_used |= config.patterns_matching(parameter.name)
         if reason is not None:
             chosen.adamw[reason, "parameters"] += 1
             chosen.adamw[reason, "elements"] += parameter.numel
             continue
-        width = block_width(
-            parameter.name,
-            parameter.columns,
-            column_shards=parameter.column_shards,
-            **config.blocks_of(parameter.name),
-        )
-        chosen.managed[parameter.name] = Managed(parameter, width)
+        geometry = parameter.geometry
+        assert geometry is not None
+        check_outputs_seen(parameter.name, parameter.layer, geometry, config, of_expert=parameter.expert)
+        width, shards = choose_width(parameter.name, geometry, parameter.shape, config)
+        chosen.managed[parameter.name] = Managed(parameter, width, config.side == "output", shards)
     return chosen
 
 
 def _why_not(parameter: Parameter, config: DobbConfig) -> str | None:
-    if not parameter.columns:
+    if parameter.geometry is None:
         if len(parameter.shape) < 2:
             return "not a matrix (norms, biases)"
         is_table = parameter.name.startswith(("embedding.", "output_layer."))
         return "embedding or output layer" if is_table else "no layer that Dobb knows (router, gate)"
     if config.excluded(parameter.name):
         return "excluded by --dobb-exclude"
-    if fewer_features_than_blocks(parameter.columns, config.blocks_of(parameter.name)):
-        return "fewer input features than blocks"
+    features = parameter.geometry.rows if config.side == "output" else parameter.geometry.columns
+    if fewer_features_than_blocks(features, config.blocks_of(parameter.name)):
+        return f"fewer {config.side} features than blocks"
     return None
 
 
@@ -133,13 +147,14 @@ def lay_out(
         bucketed: whether Megatron cuts this chunk's buffers into buckets (only the first stage's first chunk).
 
     Raises:
-        LayoutError: if the widths in a bucket cannot be aligned to each other.
+        LayoutError: if the widths in a bucket cannot be aligned to each other, or only with too much padding.
     """
     bucket_size = None
     if bucketed and parallel.overlap_grad_reduce:
         bucket_size = parallel.bucket_size or layout.default_bucket_size(parallel.shards)
     buffers = []
-    for apart, shards in ((False, parallel.shards), (True, parallel.expert_shards)):
+    for apart in (False, True):
+        shards = parallel.buffer_shards(apart=apart)
         inside = tuple(parameter for parameter in reversed(parameters) if parameter.apart == apart)
         if inside:
             placed = layout.align(
@@ -150,17 +165,21 @@ def lay_out(
             )
             report = placed.padding_report()
             stock, unit = sum(row.stock_length for row in report), max(row.unit for row in report)
+            layout.check_row_blocks(placed, stock)
             buffers.append(Buffer(apart, placed, inside, stock, unit))
     return buffers
 
 
 def _item(parameter: Parameter, managed: dict[str, Managed]) -> layout.Item:
     weight = managed.get(parameter.name)
+    if weight is None:
+        return layout.Item(parameter.numel, own_bucket=parameter.own_bucket, name=parameter.name)
     return layout.Item(
         parameter.numel,
-        weight.width if weight else 0,
+        weight.alignment,
         parameter.own_bucket,
         parameter.name,
-        columns=parameter.shape[1] if weight else 0,
-        column_shards=parameter.column_shards if weight else 1,
+        columns=parameter.numel if weight.output_side else weight.local_columns,
+        column_shards=weight.shards,
+        whole_rows=weight.output_side,
     )

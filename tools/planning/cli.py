@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from megatron_dobb.errors import BlockError, ConfigError, LayoutError
+from megatron_dobb.errors import BlockError, ConfigError, LayoutError, UnsupportedError
 
 from ..reproduction.results import show
-from .alternatives import COUNTS, alternatives
+from .alternatives import COUNTS, alternatives, with_blocks
 from .arguments import read
 from .plan import Request, plan
 from .request import request_of
@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         options, ignored = read(sys.argv[1:] if words is None else words)
         request, notes = request_of(options)
-    except ConfigError as error:
+    except (ConfigError, UnsupportedError) as error:
         return _refuse(console, error)
     try:
         stages = plan(request)
@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
         show(console, [refusal_table(data["alternatives"])])
         _save(data, options.json)
         return 2
-    except ConfigError as error:
+    except (ConfigError, UnsupportedError) as error:
         return _refuse(console, error)
     data = plan_data(request, stages, notes, ignored)
     name = options.preset or (str(options.args) if options.args else "a model of the given sizes")
@@ -55,12 +55,17 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _trade_off(request: Request, console: Console) -> list[dict[str, Any]]:
-    """The heaviest rank's figures for every usual B that works."""
+    """The heaviest rank's figures for every usual B that works, and for the one that was asked for."""
     points = []
-    for count in track(COUNTS, "planning for every B", console=console, transient=True):
-        config = replace(request.config, blocks=count, block_width=None)
+    asked = request.config.blocks
+    for count in track(
+        sorted({*COUNTS, *([asked] if isinstance(asked, int) else [])}),
+        "planning for every B",
+        console=console,
+        transient=True,
+    ):
         try:
-            stages = plan(replace(request, config=config))
+            stages = plan(replace(request, config=with_blocks(request.config, count)))
         except ConfigError:
             continue
         points.append({"blocks": count} | heaviest([stage_data(stage) for stage in stages]))

@@ -3,8 +3,10 @@
 Names, shapes and order are those of Megatron-Core 0.19; the tests compare them with its models.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from megatron_dobb.megatron.adapters import Geometry
 
 from .sizes import ModelSizes, Parallel, PlanError
 
@@ -16,24 +18,27 @@ class Parameter:
     Attributes:
         name: in the whole model.
         shape: of this rank's part.
-        columns: input features of the whole weight, if it is the matrix of a layer that Dobb knows; 0 otherwise.
-        rows: its output features.
-        column_shards: tensor-parallel ranks that share the columns.
-        over_tensor: whether the tokens of tensor-parallel ranks make up its moment together.
+        geometry: of the whole weight, if it is the matrix of a layer that Dobb knows.
+        layer: the class of that layer.
         apart: whether it is in the experts' buffer.
         expert: whether it is an expert's.
         own_bucket: Megatron's `shared_embedding`.
+        elsewhere: names of the experts of other expert-parallel ranks that are just like it.
     """
 
     name: str
     shape: tuple[int, ...]
-    columns: int = 0
-    rows: int = 0
-    column_shards: int = 1
-    over_tensor: bool = False
+    geometry: Geometry | None = None
+    layer: str = ""
     apart: bool = False
     expert: bool = False
     own_bucket: bool = False
+    elsewhere: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """Rows and columns of the whole weight; 0 if it is no matrix of a layer that Dobb knows."""
+        return (self.geometry.rows, self.geometry.columns) if self.geometry else (0, 0)
 
     @property
     def numel(self) -> int:
@@ -50,6 +55,14 @@ class _Layers:
 
     sizes: ModelSizes
     parallel: Parallel
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether tensor-parallel ranks have different parts of a sequence between layers."""
+        return self.parallel.sequence_parallel and self.parallel.tensor > 1
+
+    def layer_class(self, name: str) -> str:
+        return f"TE{name}" if self.sizes.transformer_engine else name
 
     def divide(self, size: int, by: int, what: str, flag: str = "--tp") -> int:
         if size % by:
@@ -71,14 +84,19 @@ class _Layers:
         self, name: str, rows: int, columns: int, what: str, *, bias: bool = False, sequence: bool = True
     ) -> Iterator[Parameter]:
         part = self.divide(rows, self.parallel.tensor, what)
-        over = self.parallel.sequence_parallel and self.parallel.tensor > 1 and sequence
-        yield Parameter(f"{name}.weight", (part, columns), columns, rows, over_tensor=over)
+        seen = False if sequence or not self.sizes.transformer_engine else None
+        geometry = Geometry(rows, columns, 1, self.in_shards and sequence, outputs_over_tp=seen)
+        yield Parameter(f"{name}.weight", (part, columns), geometry, self.layer_class("ColumnParallelLinear"))
         if bias:
             yield Parameter(f"{name}.bias", (part,))
 
-    def row(self, name: str, rows: int, columns: int, what: str, *, bias: bool = False) -> Iterator[Parameter]:
+    def row(
+        self, name: str, rows: int, columns: int, what: str, *, bias: bool = False, sequence: bool = True
+    ) -> Iterator[Parameter]:
         part = self.divide(columns, self.parallel.tensor, what)
-        yield Parameter(f"{name}.weight", (rows, part), columns, rows, self.parallel.tensor)
+        seen = self.in_shards if sequence else None
+        geometry = Geometry(rows, columns, self.parallel.tensor, False, outputs_over_tp=seen)
+        yield Parameter(f"{name}.weight", (rows, part), geometry, self.layer_class("RowParallelLinear"))
         if bias:
             yield Parameter(f"{name}.bias", (rows,))
 
@@ -143,7 +161,8 @@ class _Layers:
             yield from self.norm(f"{name}.kv_layernorm", rank)
 
     def copied(self, name: str, rows: int, columns: int, what: str) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (rows, columns), columns, rows, over_tensor=self.parallel.tensor > 1)
+        geometry = Geometry(rows, columns, 1, self.in_shards, self.parallel.tensor > 1, outputs_over_tp=self.in_shards)
+        yield Parameter(f"{name}.weight", (rows, columns), geometry, "TELinear")
 
     def mlp(self, name: str, ffn: int, *, fused_norm: bool, sequence: bool = True) -> Iterator[Parameter]:
         sizes = self.sizes
@@ -153,22 +172,23 @@ class _Layers:
         yield from self.column(
             f"{name}.linear_fc1", rows, sizes.hidden_size, "rows of fc1", bias=sizes.bias, sequence=sequence
         )
-        yield from self.row(f"{name}.linear_fc2", sizes.hidden_size, ffn, "inputs of fc2", bias=sizes.bias)
+        yield from self.row(
+            f"{name}.linear_fc2", sizes.hidden_size, ffn, "inputs of fc2", bias=sizes.bias, sequence=sequence
+        )
 
     def mixture(self, name: str) -> Iterator[Parameter]:
         sizes = self.sizes
         assert sizes.num_experts is not None
         yield Parameter(f"{name}.router.weight", (sizes.num_experts, sizes.hidden_size))
         local = self.divide(sizes.num_experts, self.parallel.expert, "experts (--num-experts)", "--ep")
-        experts = range(local)  # of the first expert-parallel rank; the others' have the same shapes
+        pattern = "experts.local_experts.{expert}.{matrix}.weight"
         if sizes.grouped_experts:
-            for matrix in ("linear_fc1", "linear_fc2"):
-                for expert in experts:
-                    yield self.expert(f"{name}.experts.{matrix}.weight{expert}", matrix)
-        else:
-            for expert in experts:
-                for matrix in ("linear_fc1", "linear_fc2"):
-                    yield self.expert(f"{name}.experts.local_experts.{expert}.{matrix}.weight", matrix)
+            pattern = "experts.{matrix}.weight{expert}"
+        order = [(expert, matrix) for expert in range(local) for matrix in ("linear_fc1", "linear_fc2")]
+        # Of the first expert-parallel rank; the others' have the same shapes.
+        for expert, matrix in sorted(order, key=lambda pair: pair[1]) if sizes.grouped_experts else order:
+            numbers = range(expert, sizes.num_experts, local)
+            yield self.expert([f"{name}.{pattern.format(expert=n, matrix=matrix)}" for n in numbers], matrix)
         if sizes.moe_shared_ffn is not None:
             # Overlapped with the dispatcher, it is given a sequence that the dispatcher has gathered.
             if sizes.shared_expert_gate:
@@ -180,15 +200,30 @@ class _Layers:
                 sequence=not sizes.shared_expert_overlap,
             )
 
-    def expert(self, name: str, matrix: str) -> Parameter:
+    def expert(self, names: Sequence[str], matrix: str) -> Parameter:
         sizes, shards = self.sizes, self.parallel.expert_tensor
         hidden, ffn = sizes.hidden_size, sizes.expert_ffn
         part = self.divide(ffn, shards, "inputs of an expert's fc2 (--moe-ffn-hidden-size)", "--etp")
-        apart = self.parallel.experts_apart
-        if matrix == "linear_fc2":
-            return Parameter(name, (hidden, part), ffn, hidden, shards, apart=apart, expert=True)
         gates = 2 if sizes.swiglu else 1
-        return Parameter(name, (gates * part, hidden), hidden, gates * ffn, apart=apart, expert=True)
+        row_parallel = matrix == "linear_fc2"
+        # A layer of Transformer Engine that is neither grouped nor cut is as any other.
+        plain = sizes.transformer_engine and not sizes.grouped_experts and self.parallel.expert * shards == 1
+        seen = False if plain else None
+        kind = ("Row" if row_parallel else "Column") + "Parallel" + ("Grouped" if sizes.grouped_experts else "")
+        geometry = Geometry(hidden, ffn, shards, False, outputs_over_tp=seen)
+        shape = (hidden, part)
+        if not row_parallel:
+            geometry = Geometry(gates * ffn, hidden, 1, False, outputs_over_tp=seen)
+            shape = (gates * part, hidden)
+        return Parameter(
+            names[0],
+            shape,
+            geometry,
+            self.layer_class(f"{kind}Linear"),
+            apart=self.parallel.experts_apart,
+            expert=True,
+            elsewhere=tuple(names[1:]),
+        )
 
 
 def parameters_of_chunk(

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_dobb.config import DTYPES, DobbConfig
-from megatron_dobb.costs import RankCosts
+from megatron_dobb.config import DobbConfig
 from megatron_dobb.owners import work
+from megatron_dobb.schedule import phases
 
 from ..reproduction import payload
 from .buffers import Buffer, Chosen, Managed, choose, lay_out
@@ -47,56 +47,99 @@ class Chunk:
 
 
 @dataclass
+class StageKind:
+    """Pipeline stages whose parameters have the same shapes.
+
+    Attributes:
+        stages: their numbers.
+        chunks: model chunks of the first of them.
+        names: of the weights on Dobb of each of them, in the order of the first's chunks.
+    """
+
+    stages: list[int]
+    chunks: list[Chunk]
+    names: list[list[str]]
+
+    @property
+    def managed(self) -> list[Managed]:
+        """The weights on Dobb, with the names of the first stage."""
+        return [weight for chunk in self.chunks for weight in chunk.chosen.managed.values()]
+
+
+@dataclass
 class StagePlan:
-    """Pipeline stages whose parameters have the same shapes, planned once, with the names of the first.
+    """Pipeline stages of one kind, planned once, with the names of the first.
 
     Attributes:
         request: what was asked.
-        stages: their numbers.
-        chunks: model chunks.
+        kind: the stages.
         buffers: of all chunks.
-        ranks: owners, holders and shards.
+        ranks: owners, holders and shards. With `--dobb-stagger` the same weights have other turns in other stages: of
+            each such schedule, and the stages that have it.
     """
 
     request: Request
-    stages: list[int]
-    chunks: list[Chunk]
+    kind: StageKind
     buffers: list[Buffer]
-    ranks: StageRanks
+    ranks: list[tuple[StageRanks, list[int]]]
+
+    @property
+    def stages(self) -> list[int]:
+        """Numbers of the stages."""
+        return self.kind.stages
 
     @property
     def managed(self) -> list[Managed]:
         """The weights on Dobb."""
-        return [weight for chunk in self.chunks for weight in chunk.chosen.managed.values()]
+        return self.kind.managed
 
     @property
     def adamw(self) -> Counter[tuple[str, str]]:
         """Parameters and elements on AdamW, by reason."""
-        return sum((chunk.chosen.adamw for chunk in self.chunks), Counter())
+        return sum((chunk.chosen.adamw for chunk in self.kind.chunks), Counter())
 
     @cached_property
-    def _kinds(self) -> tuple[list[RankKind], list[int]]:
-        return self.ranks.kinds()
+    def _kinds(self) -> list[tuple[list[RankKind], list[int]]]:
+        return [ranks.kinds() for ranks, _ in self.ranks]
+
+    def rank(self, stage: int, rank: int) -> RankKind:
+        """The figures of one rank of one of the stages."""
+        (number,) = (number for number, (_, stages) in enumerate(self.ranks) if stage in stages)
+        kinds, of_rank = self._kinds[number]
+        return kinds[of_rank[rank]]
 
     @property
-    def costs(self) -> list[RankCosts]:
-        """Bytes on every rank."""
-        kinds, of_rank = self._kinds
-        return [kinds[number].costs for number in of_rank]
+    def column_norms(self) -> int:
+        """Bytes that each rank all-reduces on every step for Dobb-l2."""
+        return self.ranks[0][0].column_norms
 
     @cached_property
-    def times(self) -> list[tuple[RankKind, Times]]:
-        """Bounds of the optimizer call of every kind of ranks."""
+    def times(self) -> list[tuple[RankKind, Times, int]]:
+        """Bounds of the optimizer call of every kind of ranks, and how many such ranks the stages have."""
         asked = self.request
         return [
-            (kind, times(kind.managed, kind.adamw, kind.owned, kind.costs, asked.config, asked.rates, asked.sizes.bf16))
-            for kind in self._kinds[0]
+            (
+                kind,
+                times(
+                    kind.managed,
+                    kind.adamw,
+                    [(refresh.costs, refresh.owned) for refresh in kind.refreshes.values()],
+                    self.column_norms,
+                    asked.config,
+                    asked.rates,
+                    asked.sizes.bf16,
+                ),
+                kind.count * len(stages),
+            )
+            for (kinds, _), (_, stages) in zip(self._kinds, self.ranks, strict=True)
+            for kind in kinds
         ]
 
     def spread(self, figure: Callable[[RankKind, Times], float]) -> Spread:
         """A figure over all ranks."""
-        found = [(figure(kind, seconds), kind.count) for kind, seconds in self.times]
-        return Spread(sum(value * count for value, count in found) / len(self._kinds[1]), max(found)[0])
+        found = [(figure(kind, seconds), count) for kind, seconds, count in self.times]
+        ranks = self.request.parallel.stage_ranks * len(self.stages)
+        return Spread(sum(value * count for value, count in found) / ranks, max(found)[0])
 
     @property
     def unit(self) -> int:
@@ -113,24 +156,38 @@ class StagePlan:
         """Elements that the aligned buffers have more."""
         return sum(buffer.padding for buffer in self.buffers)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Handed to a step's collectives for each element of the buffers: a gradient and a parameter."""
-        return self.request.gradient_bytes + (2 if self.request.sizes.bf16 else 4)
+    def handed_over(self, elements: Callable[[Buffer], int]) -> float:
+        """Bytes that a rank hands to a step's collectives of so many elements of each buffer.
+
+        A gradient and a parameter of each; with several optimizer instances they also sum the gradients of each shard.
+        """
+        request = self.request
+        each = request.gradient_bytes + (2 if request.sizes.bf16 else 4)
+        again = request.gradient_bytes if request.parallel.instances > 1 else 0
+        return sum(elements(buffer) * (each + again / buffer.placed.shards) for buffer in self.buffers)
 
     @property
     def papers_refresh(self) -> int:
         """Bytes that the paper's Dobb all-reduces on a refresh: whole blocks in fp32."""
+        if self.request.config.source == "none" or self.request.parallel.shards == 1:
+            return 0
         return sum(4 * payload.papers_refresh(w.local_blocks * w.width, w.width) for w in self.managed)
 
     @property
     def balance(self) -> tuple[float, float]:
-        """The heaviest rank's refresh work over the mean, and over the best possible."""
-        loads = self.spread(lambda kind, _: kind.work)
-        widest = max((work(weight.width) for weight in self.managed), default=0)
-        if not widest:
-            return 1.0, 1.0
-        return loads.most / loads.mean, loads.most / max(loads.mean, widest)
+        """The heaviest rank's refresh work over the mean, and over the best possible; of steps, the busiest."""
+        found = [(0.0, 1.0, 1.0)]
+        for phase in {phase for kind, *_ in self.times for phase in kind.refreshes}:
+
+            def loads_of(kind: RankKind, _: Times, phase: int = phase) -> float:
+                return kind.refreshes[phase].work if phase in kind.refreshes else 0
+
+            loads = self.spread(loads_of)
+            widths = {width for kind, *_ in self.times for width in kind.owned_in(phase)}
+            widest = max(map(work, widths), default=0)
+            if loads.most:
+                found.append((loads.most, loads.most / loads.mean, loads.most / max(loads.mean, widest)))
+        return max(found)[1:]
 
 
 def chunks_of_stage(request: Request, stage: int, layers: Sequence[range]) -> list[Chunk]:
@@ -149,9 +206,9 @@ def chunks_of_stage(request: Request, stage: int, layers: Sequence[range]) -> li
     return chunks
 
 
-def unlike_stages(request: Request) -> list[tuple[list[int], list[Chunk]]]:
+def unlike_stages(request: Request) -> list[StageKind]:
     """The stages of the pipeline, those of the same shapes together."""
-    found: dict[tuple[object, ...], tuple[list[int], list[Chunk]]] = {}
+    found: dict[tuple[object, ...], StageKind] = {}
     used: set[str] = set()
     for stage, layers in enumerate(layers_of_chunks(request.sizes, request.parallel)):
         chunks = chunks_of_stage(request, stage, layers)
@@ -159,12 +216,33 @@ def unlike_stages(request: Request) -> list[tuple[list[int], list[Chunk]]]:
             (chunk.bucketed, tuple((p.shape, p.own_bucket, _width(chunk, p)) for p in chunk.parameters))
             for chunk in chunks
         )
-        found.setdefault(shapes, ([], chunks))[0].append(stage)
+        kind = found.setdefault(shapes, StageKind([], chunks, []))
+        kind.stages.append(stage)
+        kind.names.append([name for chunk in chunks for name in chunk.chosen.managed])
         used |= set().union(*(chunk.chosen.patterns_used for chunk in chunks))
     request.config.check_patterns_used(used)
-    if not any(chunk.chosen.managed for _, chunks in found.values() for chunk in chunks):
+    if not any(kind.managed for kind in found.values()):
         raise PlanError("no matrix of this model is on Dobb: use fewer --dobb-exclude patterns, or fewer --blocks")
     return list(found.values())
+
+
+def turns(request: Request, kinds: Sequence[StageKind]) -> dict[str, int]:
+    """The phase in which each weight of the whole model is refreshed, with `--dobb-stagger`."""
+    if not request.config.stagger:
+        return {}
+    work_of = {}
+    for kind in kinds:
+        for names in kind.names:
+            for name, weight in zip(names, kind.managed, strict=True):
+                same = (name, *(_of_layer(other, name) for other in weight.parameter.elsewhere))
+                work_of.update(dict.fromkeys(same, weight.features // weight.width * work(weight.width)))
+    return phases(work_of, request.config.refresh_interval)
+
+
+def _of_layer(name: str, like: str) -> str:
+    """The name of an expert, in the layer of another one."""
+    layer, _, _ = like.partition(".mlp.")
+    return layer + name[name.index(".mlp.") :]
 
 
 def _width(chunk: Chunk, parameter: Parameter) -> int:
@@ -190,17 +268,25 @@ def plan(request: Request) -> list[StagePlan]:
 
     Raises:
         ConfigError: naming what cannot be, and what would work.
+        UnsupportedError: for a weight that the settings do not work with.
     """
+    kinds = unlike_stages(request)
+    laid_out = [lay_out_stage(request, kind.chunks) for kind in kinds]
+    turn_of = turns(request, kinds)
     found = []
-    for stages, chunks in unlike_stages(request):
-        buffers = lay_out_stage(request, chunks)
-        ranks = ranks_of_stage(
-            buffers,
-            [chunk.chosen.managed for chunk in chunks],
-            request.parallel,
-            moment_bytes=DTYPES[request.config.moment_dtype].itemsize,
-            basis_bytes=DTYPES[request.config.basis_dtype].itemsize,
-            transport_bytes=DTYPES[request.config.moment_transport].itemsize,
-        )
-        found.append(StagePlan(request, stages, chunks, buffers, ranks))
+    for kind, buffers in zip(kinds, laid_out, strict=True):
+        schedules: dict[tuple[int, ...], list[int]] = {}
+        for stage, names in zip(kind.stages, kind.names, strict=True):
+            schedules.setdefault(tuple(turn_of.get(name, 0) for name in names), []).append(stage)
+        chunks = [chunk.chosen.managed for chunk in kind.chunks]
+        ranks = [
+            (
+                ranks_of_stage(
+                    buffers, chunks, request.parallel, request.config, dict(zip(kind.names[0], schedule, strict=True))
+                ),
+                stages,
+            )
+            for schedule, stages in schedules.items()
+        ]
+        found.append(StagePlan(request, kind, buffers, ranks))
     return found

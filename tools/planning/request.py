@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dobb.config import DobbConfig
-from megatron_dobb.megatron.arguments import config_from_args
+from megatron_dobb.megatron.arguments import config_from_args, refuse_unsupported
 
 from .plan import Request
-from .sizes import PRESETS, ModelSizes, Parallel, PlanError, counted_split
+from .presets import PRESETS, counted_split
+from .sizes import ModelSizes, Parallel, PlanError
 from .timing import Rates
 
 _SAME = (
@@ -45,7 +46,7 @@ def request_of(options: Namespace) -> tuple[Request, list[str]]:
     """What to plan, and what to know about it.
 
     Raises:
-        ConfigError: in one sentence.
+        ConfigError, UnsupportedError: in one sentence.
     """
     given = vars(options)
     notes: list[str] = []
@@ -69,6 +70,7 @@ def request_of(options: Namespace) -> tuple[Request, list[str]]:
         last_layers=given.get("decoder_last_pipeline_num_layers"),
         count_embedding=given.get("account_for_embedding_in_pipeline_split", False),
         count_loss=given.get("account_for_loss_in_pipeline_split", False),
+        instances=given.get("num_distributed_optimizer_instances", 1),
     )
     if named and "sequence_parallel" not in given and tensor > 1:
         notes.append("with --sequence-parallel, as a preset has it where --tp is above 1 (or --no-sequence-parallel)")
@@ -80,7 +82,13 @@ def request_of(options: Namespace) -> tuple[Request, list[str]]:
         )
     rates = Rates(options.memory_bandwidth, options.flops, options.fp32_flops, options.network_bandwidth)
     reduced = 2 if given.get("grad_reduce_in_bf16") else 4
-    return Request(sizes, parallel, _config(given), rates, reduced), notes
+    config = _config(given)
+    if options.plot is not None and config.source == "none":
+        raise PlanError("--plot shows a trade-off over the number of blocks, and --source none has none: leave it out")
+    refuse_unsupported(Namespace(**given, use_distributed_optimizer=True, tensor_model_parallel_size=tensor))
+    if (config.norm, config.side, config.source) != ("sign", "input", "activation"):
+        notes.append(f"variant: norm {config.norm}, side {config.side}, source {config.source}")
+    return Request(sizes, parallel, config, rates, reduced), notes
 
 
 def _sizes(given: dict[str, Any]) -> ModelSizes:

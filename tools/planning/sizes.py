@@ -1,6 +1,6 @@
-"""Sizes of a model and of a parallel layout, as Megatron's flags give them, and the models that have a name."""
+"""Sizes of a model and of a parallel layout, as Megatron's flags give them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_dobb.errors import ConfigError
 
@@ -145,6 +145,7 @@ PARALLEL_FLAGS = {
     "bucket_size": "--ddp-bucket-size",
     "first_layers": "--decoder-first-pipeline-num-layers",
     "last_layers": "--decoder-last-pipeline-num-layers",
+    "instances": "--num-distributed-optimizer-instances",
 }
 """The flags of the sizes of a layout."""
 
@@ -164,6 +165,7 @@ class Parallel:
         pad_for_high_nccl_busbw: whether buckets are padded to 2^16 elements.
         first_layers, last_layers: layers of the first and the last stage, where they have not as many as others.
         count_embedding, count_loss: whether embedding and loss count as a layer when layers are dealt out.
+        instances: of the distributed optimizer, which each share the buffers out among fewer ranks.
     """
 
     tensor: int = 1
@@ -181,6 +183,7 @@ class Parallel:
     last_layers: int | None = None
     count_embedding: bool = False
     count_loss: bool = False
+    instances: int = 1
 
     def __post_init__(self) -> None:
         for name, of in PARALLEL_FLAGS.items():
@@ -197,10 +200,16 @@ class Parallel:
                 else f"--etp {self.expert_tensor} does not divide the {self.stage_ranks} ranks of a pipeline stage "
                 f"(--tp x --cp x --dp): use one of {_divisors(self.stage_ranks)}"
             )
+        for ranks, what in ((self.shards, "--cp x --dp"), (self.expert_shards, "of an expert")):
+            if ranks % self.instances:
+                raise PlanError(
+                    f"--num-distributed-optimizer-instances {self.instances} does not divide the {ranks} data-parallel "
+                    f"ranks ({what}): use one of {_divisors(ranks)}"
+                )
 
     @property
     def shards(self) -> int:
-        """Ranks that share the dense buffers: data and context parallelism."""
+        """Ranks with other sequences: data and context parallelism. They share the dense buffers in one instance."""
         return self.data * self.context
 
     @property
@@ -215,8 +224,12 @@ class Parallel:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share the experts' buffers."""
+        """Data-parallel ranks of an expert."""
         return self.stage_ranks // (self.expert * self.expert_tensor)
+
+    def buffer_shards(self, *, apart: bool) -> int:
+        """Ranks that share a buffer: the dense one, or that of experts."""
+        return (self.expert_shards if apart else self.shards) // self.instances
 
     @property
     def experts_apart(self) -> bool:
@@ -227,71 +240,10 @@ class Parallel:
         sizes = {"TP": self.tensor, "PP": self.pipeline, "CP": self.context, "DP": self.data, "EP": self.expert}
         sizes |= {"ETP": self.expert_tensor} if self.expert > 1 else {}
         named = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "DP"]
-        return " x ".join(named) + (", sequence parallel" if self.sequence_parallel and self.tensor > 1 else "")
+        text = " x ".join(named) + (", sequence parallel" if self.sequence_parallel and self.tensor > 1 else "")
+        return text + (f", {self.instances} optimizer instances" if self.instances > 1 else "")
 
 
 def _divisors(value: int, most: int = 8) -> str:
     found = [d for d in range(1, value + 1) if value % d == 0]
     return ", ".join(map(str, found[:most])) + (", ..." if len(found) > most else "")
-
-
-def _gpt2(layers: int, hidden: int, heads: int) -> ModelSizes:
-    return ModelSizes(layers, hidden, heads)
-
-
-_LLAMA3 = ModelSizes(
-    32,
-    4096,
-    32,
-    ffn_hidden_size=14336,
-    num_query_groups=8,
-    vocab_size=128256,
-    learned_positions=False,
-    swiglu=True,
-    bias=False,
-    rms_norm=True,
-    tied=False,
-)
-
-PRESETS: dict[str, ModelSizes] = {
-    "gpt2-small": _gpt2(12, 768, 12),
-    "gpt2-medium": _gpt2(24, 1024, 16),
-    "gpt2-large": _gpt2(36, 1280, 20),
-    "gpt2-xl": _gpt2(48, 1600, 25),
-    "llama3-8b": _LLAMA3,
-    "llama3-70b": replace(_LLAMA3, num_layers=80, hidden_size=8192, num_attention_heads=64, ffn_hidden_size=28672),
-    "llama3-405b": replace(_LLAMA3, num_layers=126, hidden_size=16384, num_attention_heads=128, ffn_hidden_size=53248),
-    "mixtral-8x7b": replace(_LLAMA3, vocab_size=32000, num_experts=8, moe_ffn_hidden_size=14336),
-    "deepseek-v3-like": replace(
-        _LLAMA3,
-        num_layers=61,
-        hidden_size=7168,
-        num_attention_heads=128,
-        num_query_groups=None,
-        ffn_hidden_size=18432,
-        vocab_size=129280,
-        qk_layernorm=True,
-        num_experts=256,
-        moe_ffn_hidden_size=2048,
-        moe_shared_ffn=2048,
-        moe_layers=(False,) * 3 + (True,) * 58,
-        latent_attention=True,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_head_dim=128,
-        qk_pos_emb_head_dim=64,
-        v_head_dim=128,
-    ),
-}
-"""The models that `--preset` knows. The last is of DeepSeek-V3's sizes, without its multi-token prediction."""
-
-
-def counted_split(sizes: ModelSizes, parallel: Parallel) -> Parallel:
-    """Let embedding and loss count as layers where a preset's layers divide over the stages only so.
-
-    Of Llama-3 405B's 126 layers, 16 stages get 8 each if embedding and loss are two more.
-    """
-    even = parallel.first_layers is None and parallel.last_layers is None
-    if even and sizes.num_layers % parallel.pipeline and (sizes.num_layers + 2) % parallel.pipeline == 0:
-        return replace(parallel, count_embedding=True, count_loss=True)
-    return parallel

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from megatron_dobb.costs import RankCosts
@@ -35,15 +34,8 @@ def refusal_data(
 def _head(request: Request, notes: list[str], ignored: list[str]) -> dict[str, Any]:
     config = request.config
     names = (
-        "blocks",
-        "block_width",
-        "refresh_interval",
-        "iterations",
-        "moment_dtype",
-        "moment_transport",
-        "basis_dtype",
-        "precision",
-        "qr",
+        *("blocks", "block_width", "refresh_interval", "iterations", "moment_dtype", "moment_transport", "basis_dtype"),
+        *("precision", "qr", "norm", "side", "source", "stagger", "nesterov"),
     )
     return {
         "format": FORMAT,
@@ -63,7 +55,7 @@ def stage_data(stage: StagePlan) -> dict[str, Any]:
     return {
         "stages": stage.stages,
         "ranks": stage.request.parallel.stage_ranks,
-        "elements": sum(p.numel for chunk in stage.chunks for p in chunk.parameters),
+        "elements": sum(p.numel for chunk in stage.kind.chunks for p in chunk.parameters),
         "matrices": _matrices(stage),
         "adamw": [
             {"reason": reason, "parameters": count, "elements": stage.adamw[reason, "elements"]}
@@ -94,20 +86,21 @@ def stage_data(stage: StagePlan) -> dict[str, Any]:
 
 def _matrices(stage: StagePlan) -> list[dict[str, Any]]:
     counted = Counter(
-        (weight.parameter.rows, weight.parameter.columns, weight.width, weight.local_blocks, weight.parameter.expert)
+        (*weight.parameter.whole, weight.features, weight.width, weight.local_blocks, weight.parameter.expert)
         for weight in stage.managed
     )
+    has_blocks = stage.request.config.source != "none"
     return [
         {
             "count": count,
             "rows": rows,
             "columns": columns,
-            "blocks": columns // width,
-            "width": width,
-            "blocks_on_a_rank": local,
+            "blocks": features // width if has_blocks else None,
+            "width": width if has_blocks else None,
+            "blocks_on_a_rank": local if has_blocks else None,
             "expert": expert,
         }
-        for (rows, columns, width, local, expert), count in counted.items()
+        for (rows, columns, features, width, local, expert), count in counted.items()
     ]
 
 
@@ -127,8 +120,8 @@ def _memory(stage: StagePlan) -> dict[str, Any]:
 
 
 def _step_bytes(stage: StagePlan) -> dict[str, Any]:
-    adamw = stage.stock_elements * stage.buffer_bytes
-    dobb = adamw + stage.padding * stage.buffer_bytes
+    adamw = stage.handed_over(lambda buffer: buffer.stock)
+    dobb = stage.handed_over(lambda buffer: buffer.placed.numel) + stage.column_norms
 
     def more(kind: str) -> dict[str, float]:
         spread = stage.spread(lambda of, _: getattr(of, kind))
@@ -137,6 +130,7 @@ def _step_bytes(stage: StagePlan) -> dict[str, Any]:
     return {
         "adamw": {"mean": adamw, "most": adamw},
         "dobb": {"mean": dobb, "most": dobb},
+        "column_norms": {"mean": stage.column_norms, "most": stage.column_norms},
         "muon": more("muon"),
         "dion": more("dion"),
     }
@@ -145,11 +139,12 @@ def _step_bytes(stage: StagePlan) -> dict[str, Any]:
 def _refresh_bytes(stage: StagePlan) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(RankCosts)]
     sent = {
-        name: dataclasses.asdict(stage.spread(lambda kind, _, name=name: getattr(kind.costs, name)))
+        name: dataclasses.asdict(stage.spread(lambda kind, _, name=name: kind.most(name)))
         for name in [*names[names.index("reduced") :], "refresh"]
     }
     sent["total"] = sent.pop("refresh")
-    paper = float(stage.papers_refresh if stage.request.parallel.shards > 1 else 0)
+    sent["first"] = dataclasses.asdict(stage.spread(lambda kind, _: kind.costs.refresh))
+    paper = float(stage.papers_refresh)
     return {
         "dobb": sent,
         "paper": {"mean": paper, "most": paper},
@@ -157,16 +152,8 @@ def _refresh_bytes(stage: StagePlan) -> dict[str, Any]:
 
 
 def _seconds(stage: StagePlan) -> dict[str, Any]:
-    interval = stage.request.config.refresh_interval
-
-    def of(figure: Callable[[Times], float]) -> dict[str, float]:
-        return dataclasses.asdict(stage.spread(lambda _, found: figure(found)))
-
     names = [field.name for field in dataclasses.fields(Times)]
-    return {name: of(lambda found, name=name: getattr(found, name)) for name in names} | {
-        "refresh_step": of(lambda found: found.refresh_step),
-        "amortised": of(lambda found: found.update + (found.refresh + found.exchange) / interval),
-    }
+    return {name: dataclasses.asdict(stage.spread(lambda _, found, name=name: getattr(found, name))) for name in names}
 
 
 def heaviest(stages: list[dict[str, Any]]) -> dict[str, float]:

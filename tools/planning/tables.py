@@ -114,6 +114,8 @@ def _memory(data: dict[str, Any]) -> Result:
 
 def _traffic(data: dict[str, Any]) -> Result:
     methods = {"adamw": "AdamW", "dobb": "Dobb", "muon": "Muon", "dion": "Dion, rank a quarter"}
+    if data["dobb"]["norm"] == "l2":
+        methods = {"adamw": "AdamW", "dobb": "Dobb", "column_norms": "Dobb, column norms of it"} | methods
     lines = [(f"every step: {label}", ("step_bytes", method)) for method, label in methods.items()]
     parts = {
         "reduced": "reduce-scattered",
@@ -123,11 +125,18 @@ def _traffic(data: dict[str, Any]) -> Result:
         "total": "together, sent",
     }
     lines += [(f"a refresh, more: Dobb, {label}", ("refresh_bytes", "dobb", part)) for part, label in parts.items()]
+    if data["dobb"]["stagger"]:
+        lines += [("the first step, more: Dobb, together, sent", ("refresh_bytes", "dobb", "first"))]
     lines += [("a refresh, more: the paper's Dobb, all-reduced", ("refresh_bytes", "paper"))]
     notes = [
         "Whole buffers, as they are handed over: a ring sends (ranks - 1)/ranks of a reduce-scatter, twice that of an "
         "all-reduce. Muon and Dion: the plainest row-sharded update, in fp32 (derived)."
     ]
+    if data["dobb"]["stagger"]:
+        notes.append(
+            "Staggered: every step refreshes some weights. Of each rank and line, the step of an interval with the "
+            "most; the first step of a run refreshes all weights."
+        )
     return _by_stage(data, "Bytes that a rank hands to collectives for its optimizer", lines, size, notes)
 
 
@@ -137,6 +146,7 @@ def _times(data: dict[str, Any]) -> Result:
         "memory": "Dobb: memory traffic",
         "products": "Dobb: products",
         "update": "Dobb: ordinary step",
+        **({"norms": "Dobb: column norms, network"} if data["dobb"]["norm"] == "l2" else {}),
         "refresh": "Dobb: refresh, products",
         "exchange": "Dobb: refresh, network",
         "refresh_step": "Dobb: refresh step, nothing overlapped",
@@ -147,14 +157,28 @@ def _times(data: dict[str, Any]) -> Result:
         f"Stage {numbers(stage['stages'])}: the heaviest rank has {stage['owners']['work_over_mean']:.2f} times the "
         f"mean refresh work, {stage['owners']['work_over_best']:.2f} times the best possible."
         for stage in data["stages"]
+        if data["dobb"]["source"] != "none"
     ]
     notes.append(
         f"From {rates['memory_bandwidth']:.3g} B/s of memory, {rates['flops']:.3g} bf16 and {rates['fp32_flops']:.3g} "
         f"fp32 FLOP/s, {rates['network_bandwidth']:.3g} B/s of network for each rank. Factorisations of small matrices "
         "reach less: a refresh takes longer than its products say."
     )
+    notes += _about_variants(data["dobb"])
     title = "Optimizer call of a rank: derived bounds, not measurements"
     return _by_stage(data, title, [(label, ("seconds", key)) for key, label in labels.items()], duration, notes)
+
+
+def _about_variants(dobb: dict[str, Any]) -> list[str]:
+    """What the times of a variant contain more than those of the sign on the input side."""
+    more = []
+    if dobb["norm"] == "l2":
+        more.append("column norms from a second projection, in fp32 and plain PyTorch")
+    if dobb["side"] == "output":
+        more.append("transposing gradient, momentum and master, and the latter two back")
+    if dobb["source"] == "none":
+        more.append("plain PyTorch, as there is no kernel without bases")
+    return [f"In memory traffic and products: {'; '.join(more)}."] if more else []
 
 
 def refusal_table(alternatives: Sequence[dict[str, Any]]) -> Result:
