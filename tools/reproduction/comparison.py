@@ -14,6 +14,8 @@ from .runs import Method, Run, Size
 from .watch import Watch
 
 EXTENSIONS = 2
+COLOURS = 10
+"""How many curves have colours of their own in matplotlib; further ones differ in their dashes."""
 
 
 @dataclass
@@ -150,13 +152,13 @@ def table(plan: Plan, outcomes: dict[str, Outcome]) -> Result:
 
 def draw_curves(axes: Any, outcomes: dict[str, Outcome], against: str) -> None:
     """Mean held-out loss over the seeds, against steps or seconds of CPU time."""
-    for name, outcome in outcomes.items():
-        if not outcome.finals:
-            continue
+    shown = {name: outcome for name, outcome in outcomes.items() if outcome.finals}
+    for number, (name, outcome) in enumerate(shown.items()):
+        dashes = ("-", "--", ":")[number // COLOURS % 3]
         steps = [int(step) for step in outcome.records[0]["held_out"] if int(step)]  # all start alike, far above
         losses = [statistics.fmean(r["held_out"][str(step)] for r in outcome.records) for step in steps]
         each = statistics.median(r["seconds"]["step_cpu_mean"] for r in outcome.records) if against == "time" else 1
-        axes.plot([each * step for step in steps], losses, marker="o", ms=2.5, lw=1.4, label=name)
+        axes.plot([each * step for step in steps], losses, dashes, marker="o", ms=2.5, lw=1.4, label=name)
     what = "seconds of CPU time" if against == "time" else "step"
     axes.set(xlabel=what, ylabel="held-out loss (nats per byte)")
     axes.legend(frameon=False, fontsize=8)
