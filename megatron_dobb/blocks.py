@@ -97,6 +97,7 @@ def block_width(
     width: int | None = None,
     column_shards: int = 1,
     side: str = "input",
+    pattern: str | None = None,
 ) -> int:
     """Width of the blocks of one weight, the same on every parallel layout.
 
@@ -107,6 +108,7 @@ def block_width(
         width: columns in one block (`--dobb-block-width`).
         column_shards: number of tensor-parallel ranks that share the columns (1 unless row-parallel).
         side: which features they are, `input` or `output`, for the message of an error.
+        pattern: of `--dobb-blocks-for`, if that asks for `blocks`, for the message of an error.
 
     Raises:
         BlockError: if the blocks do not divide the columns, or a block would span two tensor-parallel ranks.
@@ -119,17 +121,16 @@ def block_width(
         flag, value = "--dobb-block-width", width
     else:
         raise BlockError(f"{name}: give either --dobb-blocks or --dobb-block-width")
+    asked = f"{flag} {value}" if pattern is None else f"--dobb-blocks-for {pattern}={value}"
+    advice = _advice(columns, column_shards, value, by_count=width is None, has_own=pattern is not None)
     if value < 1 or columns < 1 or columns % value:
-        raise BlockError(
-            f"{name}: {flag} {value} does not divide its {columns} {side} features; "
-            f"{_advice(columns, column_shards, value, by_count=width is None)}"
-        )
+        raise BlockError(f"{name}: {asked} does not divide its {columns} {side} features; {advice}")
     count = value if width is None else columns // value
     if count % column_shards:
         raise BlockError(
-            f"{name}: {flag} {value} makes {count} blocks, which is not a multiple of the {column_shards} "
+            f"{name}: {asked} makes {count} blocks, which is not a multiple of the {column_shards} "
             f"tensor-parallel ranks that share its {columns} {side} features, so a block would span two; "
-            f"{_advice(columns, column_shards, value, by_count=width is None)}"
+            f"{advice}"
         )
     return columns // count
 
@@ -165,13 +166,11 @@ def suggest_widths(wanted: Iterable[tuple[int, int]], limit: int = SMALL_UNIT) -
     return dict(zip(pairs, chosen, strict=True))
 
 
-def _advice(columns: int, column_shards: int, asked: int, *, by_count: bool) -> str:
+def _advice(columns: int, column_shards: int, asked: int, *, by_count: bool, has_own: bool) -> str:
     counts = workable_counts(columns, column_shards)
     if not counts:
         return f"no block count works: {column_shards} ranks do not divide {columns}; use --dobb-exclude"
     values = counts if by_count else [columns // count for count in counts]
     nearest = sorted(values, key=lambda value: abs(math.log(value / max(asked, 1))))[:8]
-    return (
-        f"use one of {', '.join(map(str, sorted(nearest)))}, give this weight its own count with "
-        f"--dobb-blocks-for, or --dobb-exclude it"
-    )
+    own = "" if has_own else " give this weight its own count with --dobb-blocks-for,"
+    return f"use one of {', '.join(map(str, sorted(nearest)))},{own} or --dobb-exclude it"

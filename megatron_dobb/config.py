@@ -253,13 +253,17 @@ class DobbConfig:
 
     def blocks_of(self, weight_name: str) -> Asked:
         """The `blocks=` or `width=` argument of `block_width` for one weight."""
-        for pattern, count in self.blocks_for.items():
-            if matches(pattern, weight_name):
-                return {"blocks": count}
+        pattern = self.pattern_of(weight_name)
+        if pattern is not None:
+            return {"blocks": self.blocks_for[pattern]}
         if self.block_width is not None:
             return {"width": self.block_width}
         assert isinstance(self.blocks, int)
         return {"blocks": self.blocks}
+
+    def pattern_of(self, weight_name: str) -> str | None:
+        """The pattern of `blocks_for` that says the number of a weight's blocks, the first that names it."""
+        return next((pattern for pattern in self.blocks_for if matches(pattern, weight_name)), None)
 
     def excluded(self, weight_name: str) -> bool:
         """Whether the user sent this weight to AdamW."""

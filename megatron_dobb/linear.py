@@ -118,7 +118,8 @@ def choose(root: nn.Module, config: DobbConfig, predicates: Sequence[Predicate] 
             continue
         output_side = config.side == "output"
         features = parameter.shape[0 if output_side else 1]
-        width = block_width(name, features, side=config.side, **config.blocks_of(name))
+        asked, pattern = config.blocks_of(name), config.pattern_of(name)
+        width = block_width(name, features, side=config.side, pattern=pattern, **asked)
         dobb[name] = LinearWeight(name, parameter, modules, width, output_side)
         _warn_of_output_layer(dobb[name], embeddings)
     return Choice(dobb, adamw, sum(not p.requires_grad for p in parameters.values()))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from ..config import DobbConfig
 from ..exchange import RefreshCounts, RefreshGroup
 from .checkpoint import Report
 
@@ -36,15 +37,17 @@ def log_refresh(step: int, counts: RefreshCounts, total: RefreshCounts) -> None:
         )
 
 
-def log_load(groups: Sequence[RefreshGroup], report: Report | None) -> None:
+def log_load(groups: Sequence[RefreshGroup], report: Report | None, config: DobbConfig) -> None:
     """Say which moments and bases a load did not take over as they were saved.
 
     Args:
         groups: of this rank; the first rank of each speaks for it.
         report: of the load; None if another optimizer wrote the checkpoint.
+        config: the settings of this run.
     """
     if report is None:
-        say("dobb: moments and bases start anew, and the next step refreshes them")
+        if config.source != "none":
+            say("dobb: moments and bases start anew, and the next step refreshes them")
         return
     spoken_for = {weight.key for group in groups if group.rank == 0 for weight in group.weights}
     for names, what in (

@@ -8,7 +8,7 @@ from torch import nn
 _LAYER = re.compile(r"(.*\blayers)\.\d+$")
 _EXPERT = re.compile(r"(.*\blocal_experts)\.(\d+)$")
 _EXPERT_WEIGHT = re.compile(r"(weight)(\d+)$")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
 
 
 def global_names(root: nn.Module) -> dict[str, str]:
@@ -47,7 +47,7 @@ def weight_names(root: nn.Module) -> dict[tuple[str, str], str]:
 
 
 def kind_of(name: str) -> str:
-    """What all layers and experts call a weight: its name without numbers."""
+    """What all layers and experts call a weight: its name without their numbers."""
     return _NUMBER.sub("*", name)
 
 

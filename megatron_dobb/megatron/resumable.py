@@ -111,12 +111,14 @@ class ResumableOptimizer(ReshardableOptimizer):
         if saved is None:
             blocks.restart()
             self._continue(0, None, ask=False)
-            log_load(self.refresh_groups, None)
+            log_load(self.refresh_groups, None, self.dobb)
             return
         report = blocks.take(mine, saved)
         ask = self._moments_are_incomplete(saved) or saved.refresh_is_asked
+        # Where there is nothing to refresh, no step would ever take the request back.
+        ask = ask and self.dobb.source != "none"
         self._continue(saved.attempted_steps, saved.capture_sequences, ask=ask)
-        log_load(self.refresh_groups, report)
+        log_load(self.refresh_groups, report, self.dobb)
 
     def _moments_are_incomplete(self, saved: Saved) -> bool:
         """Whether some weight of the whole model starts with other moments than the checkpoint's, on whatever rank.

@@ -110,7 +110,8 @@ def choose_width(name: str, geometry: Geometry, shape: Sequence[int], config: Do
     output_side = config.side == "output"
     features = geometry.rows if output_side else geometry.columns
     shards = features // shape[0] if output_side else geometry.column_shards
-    return block_width(name, features, column_shards=shards, side=config.side, **config.blocks_of(name)), shards
+    asked, pattern = config.blocks_of(name), config.pattern_of(name)
+    return block_width(name, features, column_shards=shards, side=config.side, pattern=pattern, **asked), shards
 
 
 def check_outputs_seen(name: str, layer: str, geometry: Geometry, config: DobbConfig, *, of_expert: bool) -> None:

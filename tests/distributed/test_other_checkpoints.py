@@ -12,6 +12,7 @@ from layout_runs import Layout, Run, start
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import CheckpointError
+from megatron_dobb.megatron.messages import log_load
 from megatron_dobb.megatron.saved import FORMAT_VERSION
 from testbed import processes
 
@@ -101,6 +102,7 @@ RELOADED = {
     "same blocks": replace(CONFIG, blocks=None, blocks_for={"*": 4}),
     "more on Dobb": CONFIG,
     "other sequences": replace(CONFIG, capture_sequences=5),
+    "no bases": replace(CONFIG, blocks=None, source="none"),
 }
 
 
@@ -171,6 +173,22 @@ def test_other_blocks_start_anew_and_refresh_at_once(reblocked):
     assert all(not moments.any() for moments in loaded.moments.values())
     assert all(is_identity(bases) for bases in loaded.bases.values())
     assert all(not is_identity(bases) for bases in later.bases.values())
+
+
+def test_without_bases_nothing_asks_for_a_refresh(reblocked):
+    saved, found = reblocked
+    loaded, asked, (attempted, _), _ = found["no bases"]
+    assert not asked
+    assert attempted == 2
+    assert not loaded.moments
+    assert all(torch.equal(loaded.momenta[name], saved.momenta[name]) for name in saved.momenta)
+
+
+@pytest.mark.parametrize(("source", "says"), [("none", ""), ("activation", "moments and bases start anew")])
+def test_a_load_of_adamws_checkpoint_announces_a_refresh_where_there_are_bases(source, says, capsys):
+    log_load([], None, DobbConfig(source=source))
+    assert says in (printed := capsys.readouterr().out)
+    assert bool(printed) == bool(says)
 
 
 def test_every_weight_is_reblocked_by_itself(reblocked):

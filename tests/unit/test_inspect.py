@@ -246,6 +246,22 @@ def test_without_bases_the_weights_of_a_megatron_checkpoint_are_those_without_se
     assert "--dist-ckpt-optim-fully-reshardable" in printed
 
 
+def test_without_bases_a_weight_that_is_excluded_in_other_layers_is_found_by_its_empty_second_moment(
+    inspected, tmp_path
+):
+    prefix, layers = "optimizer.state.exp_avg", "decoder.layers.mlp."
+    momenta = torch.stack([state_of(seed=number)["momentum"] for number in range(2)])
+    tensors = {
+        f"{prefix}.{layers}linear_fc1.weight": momenta,
+        f"{prefix}_sq.{layers}linear_fc1.weight": momenta.square() * torch.tensor([1, 0]).view(2, 1, 1),
+        f"{prefix}.{layers}router.weight": momenta,
+        f"{prefix}_sq.{layers}router.weight": momenta.square(),
+    }
+    dobb = {**FACTS, "blocks": None, "block_width": 1, "source": "none", "exclude": ["*.layers.0.*"]}
+    _, _, data = inspected(megatron_folder(tmp_path / "names", tensors, dobb=dobb))
+    assert list(by_name(data)) == [FC1]
+
+
 def test_every_place_of_a_weight_is_tried():
     assert ("decoder.layers.mlp.linear_fc1.weight", (1,)) in list(places(FC1))
     assert (FC1, ()) in list(places(FC1))

@@ -8,6 +8,7 @@ from megatron_dobb.errors import BlockError
 from megatron_dobb.megatron import adapters
 from megatron_dobb.megatron.adapters import Adapter, Geometry, find, matrix_of, register
 from megatron_dobb.megatron.manage import NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, global_names, manage
+from megatron_dobb.megatron.names import kind_of
 
 
 class Matrix(nn.Linear):
@@ -353,3 +354,15 @@ def test_matrix_of_sees_only_a_modules_own_trainable_matrix():
     without = nn.Linear(2, 2)
     without.weight = None
     assert matrix_of(without) is None
+
+
+def test_the_kind_of_a_weight_has_no_number_of_its_layer_or_expert_and_keeps_those_of_other_names():
+    layers = "decoder.layers.12.mlp."
+    kinds = [f"{layers}linear_fc1.weight", f"{layers}linear_fc2.weight", f"{layers}experts.linear_fc1.weight10"]
+    kinds.append(f"{layers}experts.local_experts.3.linear_fc2.bias")
+    assert [kind_of(name) for name in kinds] == [
+        "decoder.layers.*.mlp.linear_fc1.weight",
+        "decoder.layers.*.mlp.linear_fc2.weight",
+        "decoder.layers.*.mlp.experts.linear_fc1.weight*",
+        "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.bias",
+    ]

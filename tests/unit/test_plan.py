@@ -276,3 +276,29 @@ def test_thousands_of_ranks_take_seconds(words, seconds):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime - before.ru_utime < seconds
     assert "1-14" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "what"),
+    [
+        ("--json", "folder", "is a folder: name a file in it, such as"),
+        ("--plot", "folder", "is a folder: name a file in it, such as"),
+        ("--plot", "plan.words", "does not end in a picture's format: use one of .png, .pdf, .svg, .jpg"),
+        ("--json", "closed", "give --json and --plot files that can be written"),
+    ],
+)
+def test_files_that_cannot_be_written_are_one_sentence(capsys, tmp_path, flag, name, what):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "closed").symlink_to("/dev/full")
+    assert cli.main(["--preset", "gpt2-small", flag, str(tmp_path / name)]) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    assert what in printed
+    assert printed.count("error: ") == 1
+
+
+def test_blocks_of_a_pattern_that_do_not_fit_are_named_by_the_pattern(planned):
+    status, printed, _ = planned("--preset", "gpt2-small", "--blocks-for", "*.linear_fc2=5")
+    assert status == 2
+    assert "linear_fc2.weight: --dobb-blocks-for *.linear_fc2=5 does not divide its 3072 input features" in printed
+    assert "or --dobb-exclude it" in printed
+    assert "give this weight its own count" not in printed

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dobb.config import DobbConfig
 from megatron_dobb.errors import CheckpointError
 from megatron_dobb.megatron.arguments import OPTIMIZER
+from megatron_dobb.megatron.names import kind_of
 from megatron_dobb.megatron.saved import Saved
 
 from .buckets import Buckets
@@ -54,7 +56,7 @@ class MegatronCheckpoint:
                 self._keys.setdefault(ours["name"], {})[ours["kind"]] = key
                 self._prefixes[ours["name"]] = ours["prefix"]
         if not self._keys and saved.source == "none":
-            self._prefixes = dict(_without_moments(index))
+            self._prefixes = dict(_without_moments(index, saved))
         if not self._prefixes:
             raise CheckpointError(
                 f"{index.folder} was written by Dobb, and has no moments of any weight: "
@@ -151,13 +153,25 @@ class MegatronCheckpoint:
         return []
 
 
-def _without_moments(index: Index) -> Iterator[tuple[str, str]]:
+def _without_moments(index: Index, saved: Saved) -> Iterator[tuple[str, str]]:
     """Names of the weights that have a momentum and no second moment, and what is before `state` in its key."""
-    for key in index.entries:
-        prefix, found, own = key.partition(_MOMENTUM)
-        if found and index.is_tensor(key) and f"{prefix}{_SECOND}{own}" not in index.entries:
-            for lead in itertools.product(*map(range, index.shape(key)[:-2])):
-                yield from ((name, prefix) for name in _names_at(own, lead))
+    excluded = DobbConfig(source="none", exclude=tuple(saved.exclude)).excluded
+    kept = [
+        (name, prefix, f"{prefix}{_SECOND}{own}", lead)
+        for key in index.entries
+        for prefix, found, own in (key.partition(_MOMENTUM),)
+        if found and index.is_tensor(key)
+        for lead in itertools.product(*map(range, index.shape(key)[:-2]))
+        for name in _names_at(own, lead)
+    ]
+    mixed = {kind_of(name) for name, *_ in kept if excluded(name)}
+    for name, prefix, second, lead in kept:
+        has_second = second in index.entries
+        if has_second and kind_of(name) in mixed and not excluded(name):
+            # Where a weight is on AdamW in any layer, all have a second moment; those on Dobb never fill it.
+            has_second = bool(index.tensor(second, lead).any())
+        if not has_second:
+            yield name, prefix
 
 
 def _names_at(own: str, lead: tuple[int, ...]) -> Iterator[str]:

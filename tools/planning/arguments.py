@@ -15,6 +15,8 @@ from .sizes import PlanError
 from .timing import Rates
 
 ABSENT = argparse.SUPPRESS
+EXAMPLES = {"json": "plan.json", "plot": "plan.png"}
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
 REFUSED = {
     "--mtp-num-layers": "layers of multi-token prediction",
     "--moe-latent-size": "latent experts",
@@ -202,6 +204,10 @@ def read(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         path = getattr(options, name)
         if path is not None and not path.resolve().parent.is_dir():
             raise PlanError(f"--{name} {path}: there is no folder {path.parent}; make it first")
+        if path is not None and path.is_dir():
+            raise PlanError(f"--{name} {path} is a folder: name a file in it, such as {path / EXAMPLES[name]}")
+    if options.plot is not None and options.plot.suffix.lower() not in PICTURES:
+        raise PlanError(f"--plot {options.plot} does not end in a picture's format: use one of {', '.join(PICTURES)}")
     return options, ignored
 
 

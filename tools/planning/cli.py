@@ -25,6 +25,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Plan, print and write; the exit status: 2 if it cannot be."""
     console = Console(width=None if os.isatty(1) else 140)
     try:
+        return _main(words, console)
+    except OSError as error:
+        return _refuse(console, f"{error}; give --json and --plot files that can be written")
+
+
+def _main(words: Sequence[str] | None, console: Console) -> int:
+    try:
         options, ignored = read(sys.argv[1:] if words is None else words)
         request, notes = request_of(options)
     except (ConfigError, UnsupportedError) as error:
@@ -77,6 +84,6 @@ def _save(data: dict[str, Any], path: Any) -> None:
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def _refuse(console: Console, error: Exception) -> int:
+def _refuse(console: Console, error: Exception | str) -> int:
     console.print(f"error: {error}", style="red", highlight=False, markup=False)
     return 2
