@@ -352,6 +352,7 @@ def test_the_papers_configuration_is_printed_as_commands(capsys):
     [
         (["table1a", "--seeds", "0"], "--seeds 0"),
         (["table1a", "--json", "no/such/folder/x.json"], "there is no folder no/such/folder"),
+        (["table1a", "--plot", "."], "--plot . is a folder: give a file, such as table1a.png"),
         (["no-such-table"], "invalid choice"),
     ],
 )

@@ -36,8 +36,11 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         own.add_argument("--threads", type=int, default=None, help="CPU threads of this process (default: PyTorch's)")
         command.add_arguments(own)
     options = parser.parse_args(words)
-    for name in ("json", "plot"):
+    for name, suffix in (("json", ".json"), ("plot", ".png")):
         path = getattr(options, name)
+        if path is not None and path.is_dir():
+            example = path / f"{options.command}{suffix}"
+            parser.error(f"--{name} {path} is a folder: give a file, such as {example}")
         if path is not None and not path.resolve().parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {path.parent}; make it first")
     for name in ("threads", "seeds", "jobs", "steps", "sequences", "refreshes", "size"):
