@@ -104,7 +104,7 @@ def test_signs_momentum_and_update_agree_with_float64(emulated, case, nesterov, 
 def test_scaled_coefficients_agree_with_float64(emulated, case, exact, unit):
     after, scales = copied(case), [random_scales(made) for made in case.segments]
     assert emulated.update(after, SETTINGS, exact=exact, rows=unit[0], blocks=unit[1], column_scales=scales) == 0
-    check_scaled_against_float64(case, after, scales, SETTINGS, relative=5e-5 if exact else 2.0**-7)
+    check_scaled_against_float64(case, after, scales, SETTINGS, relative=RELATIVE[exact], rounding=ROUNDING[exact])
 
 
 @pytest.mark.parametrize("width", [1, 7, 48, 100, 176])

@@ -79,6 +79,11 @@ def cases(draw):
     return Case([s for s, _ in made], [g for _, g in made])
 
 
+def step_size(old, options):
+    """What kept coefficients are multiplied with. Bases keep their norm, so it makes that of the step of it."""
+    return options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
+
+
 def in_float64(old, gradient, options):
     """Momentum, coefficients, rounding bounds of these, and the function from kept coefficients to weights, in float64.
 
@@ -98,7 +103,7 @@ def in_float64(old, gradient, options):
         old.rectangle(bounds, *place).copy_(size * (old.shard.width + 8) * 2.0**-23)
 
     def weights(kept):
-        scale = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
+        scale = step_size(old, options)
         new = old.weight.double() * (1 - options["learning_rate"] * options["weight_decay"])
         for piece, q in pieces:
             place = (piece.offset, piece.rows, piece.blocks)
@@ -110,7 +115,7 @@ def in_float64(old, gradient, options):
 
 def signs_of(old, new, options):
     """The signs that the new weight was built from, by projecting the step on the basis. In float64."""
-    scale = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
+    scale = step_size(old, options)
     kept = old.weight.double() * (1 - options["learning_rate"] * options["weight_decay"])
     direction = (kept - new.double()) / scale
     basis, held = old.basis.double(), old.shard.held_blocks()
@@ -127,8 +132,8 @@ def signs_of(old, new, options):
 def check_against_float64(before, after, options, relative=1e-5, rounding=0.0):
     """Momenta, signs and weights of `after` are those of a step from `before`.
 
-    `relative` bounds the error of the step in its norm. `rounding` is that of the products beyond fp32, relative to the
-    sum of their magnitudes: within it a sign may be either.
+    `relative` bounds the error of the step in its norm, weight decay apart. `rounding` is that of the products beyond
+    fp32, relative to the sum of their magnitudes: within it a sign may be either.
     """
     for old, new, gradient in zip(before.segments, after.segments, before.gradients, strict=True):
         momentum, coefficients, bounds, weights = in_float64(old, gradient, options)
@@ -140,9 +145,8 @@ def check_against_float64(before, after, options, relative=1e-5, rounding=0.0):
         assert (signs.abs() <= 1).all()
         sure = coefficients.abs() > bounds * (1 + rounding * 2**23 / (old.shard.width + 8))
         assert torch.equal(signs[sure], coefficients.sign()[sure])
-        expected = weights(signs)
-        step = (expected - old.weight.double()).norm()
-        assert (new.weight.double() - expected).norm() <= relative * step + 2**-23 * old.weight.double().norm()
+        error = (new.weight.double() - weights(signs)).norm()
+        assert error <= relative * step_size(old, options) * signs.norm() + 2**-23 * old.weight.double().norm()
 
 
 def random_scales(made, seed=0):
@@ -161,12 +165,33 @@ def times_scales(old, coefficients, scales):
     return product
 
 
-def check_scaled_against_float64(before, after, scales, options, relative=1e-5):
-    """The same for Dobb-l2: no coefficient is rounded to a sign, so weights agree to rounding."""
+def magnitudes(old, gradient, options):
+    """Of every coefficient, the sum of the magnitudes of its terms. In float64."""
+    mu, g = options["momentum"], gradient.double()
+    source = mu * old.momentum.double() + (1 - mu) * g
+    source = (mu * source + (1 - mu) * g if options["nesterov"] else source).abs()
+    sums, basis, held = torch.zeros_like(source), old.basis.double().abs(), old.shard.held_blocks()
+    for piece in old.shard.pieces():
+        place = (piece.offset, piece.rows, piece.blocks)
+        q = basis[held.index(piece.first_block) :][: piece.blocks]
+        old.rectangle(sums, *place).copy_(reference.project(old.rectangle(source, *place), q))
+    return sums
+
+
+def check_scaled_against_float64(before, after, scales, options, relative=1e-5, rounding=2.0**-22):
+    """The same for Dobb-l2: no coefficient is rounded to a sign, so weights agree to rounding.
+
+    `rounding` is that of a coefficient, relative to the sum of the magnitudes of its terms, for they may cancel.
+    `relative` is that of the step which the coefficients give, in its norm, weight decay apart.
+    """
     for old, new, gradient, scale in zip(before.segments, after.segments, before.gradients, scales, strict=True):
         momentum, coefficients, _, weights = in_float64(old, gradient, options)
         tolerance = 1e-6 if new.momentum.dtype == torch.float32 else 2**-8
         torch.testing.assert_close(new.momentum.double(), momentum, rtol=tolerance, atol=tolerance)
         expected = weights(times_scales(old, coefficients, scale))
         step = (expected - old.weight.double()).norm()
-        assert (new.weight.double() - expected).norm() <= relative * step + 2**-23 * old.weight.double().norm()
+        size = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
+        rounded = rounding * size * times_scales(old, magnitudes(old, gradient, options), scale).norm()
+        assert (
+            new.weight.double() - expected
+        ).norm() <= relative * step + rounded + 2**-23 * old.weight.double().norm()
