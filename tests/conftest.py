@@ -3,8 +3,12 @@
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """The tests of a file share what is costly, and stay together; the emulation is built for all of its files."""
+    """The tests of a file share what is costly, and stay together; the emulation is built for all of its files.
+
+    First, because pytest-xdist's own hook reads the marks only once.
+    """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             folder = item.path.parent.name
