@@ -3,13 +3,17 @@
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
     """The tests of a file share what is costly, and stay together; the emulation is built for all of its files.
 
-    First, because pytest-xdist's own hook reads the marks only once.
+    In place of `--dist loadgroup`, whose marks pytest 9.2 does not hand on to pytest-xdist 3.8.
     """
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            folder = item.path.parent.name
-            item.add_marker(pytest.mark.xdist_group(folder if folder == "emulation" else f"{folder}/{item.path.name}"))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "emulation" if "tests/emulation/" in file else file
+
+    return ByFile(config, log)

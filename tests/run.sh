@@ -32,11 +32,12 @@ if [ $# -gt 0 ]; then
     exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"
 fi
 
-# Files of tests run side by side, the emulation first because it is the longest. Those of several ranks use the cores themselves: on a few cores, one at a time.
+# Files of tests run side by side (tests/conftest.py). Those of several ranks use the cores
+# themselves: on a few cores, one at a time.
 cores=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
 status=0
-"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((cores < 8 ? cores : 8))" --dist loadgroup tests/emulation tests/unit ||
+"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((cores < 8 ? cores : 8))" tests/emulation tests/unit ||
     status=$?
-"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((cores < 32 ? cores / 4 : 8))" --dist loadgroup --durations=15 \
+"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((cores < 32 ? cores / 4 : 8))" --durations=15 \
     tests/distributed tests/functional || status=$?
 exit $status

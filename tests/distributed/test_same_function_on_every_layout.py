@@ -57,7 +57,7 @@ LAYOUTS = [
     # Products.
     Layout(4, pipeline=2, context=2, micro_batch=12),
     Layout(8, tensor=2, pipeline=2, sequence_parallel=True, micro_batch=6),
-    Layout(8, tensor=2, context=2, micro_batch=6, recompute="full"),
+    Layout(8, tensor=2, context=2, micro_batch=12, recompute="full"),
     # A mixture of experts.
     Layout(2, expert=2, experts=True, micro_batch=12),
     Layout(4, expert=2, experts=True, micro_batch=6),
