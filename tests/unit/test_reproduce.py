@@ -353,6 +353,12 @@ def test_the_papers_configuration_is_printed_as_commands(capsys):
         (["table1a", "--seeds", "0"], "--seeds 0"),
         (["table1a", "--json", "no/such/folder/x.json"], "there is no folder no/such/folder"),
         (["table1a", "--plot", "."], "--plot . is a folder: give a file, such as table1a.png"),
+        (["table1a", "--plot", "x.doc"], "--plot x.doc: is drawn as one of .png, .pdf, .svg, .jpg; name it x.png"),
+        (["table2", "--save", "no/such/folder/x.pt"], "there is no folder no/such/folder"),
+        (["compare", "--runs", "."], "--runs . is a folder: give a file, such as compare.jsonl"),
+        (["compare", "--plot-dir", __file__], "is a file: give a folder, such as curves"),
+        (["figure2", "--lr", "-1"], "--lr -1.0: must be at least 1e-09 and below 10, such as 0.002"),
+        (["table9", "--dead", "2"], "--dead 2.0: must be at least 0 and below 1, such as 0.1"),
         (["no-such-table"], "invalid choice"),
     ],
 )

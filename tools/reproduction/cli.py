@@ -25,6 +25,13 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+FILES = {"json": (".json",), "plot": (".png", ".pdf", ".svg", ".jpg"), "save": (".pt",), "runs": (".jsonl",)}
+"""Options that name a file to write, and how its name may end; the first is an example."""
+
+NUMBERS = {"lr": (1e-9, 10, 2e-3), "dead": (0, 1, 0.1)}
+"""Least, limit and an example of other numbers."""
+
+
 def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, and refuse what could only fail after the work is done."""
     parser = argparse.ArgumentParser(prog="tools/reproduce.py", description=__doc__)
@@ -36,13 +43,23 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         own.add_argument("--threads", type=int, default=None, help="CPU threads of this process (default: PyTorch's)")
         command.add_arguments(own)
     options = parser.parse_args(words)
-    for name, suffix in (("json", ".json"), ("plot", ".png")):
-        path = getattr(options, name)
-        if path is not None and path.is_dir():
-            example = path / f"{options.command}{suffix}"
-            parser.error(f"--{name} {path} is a folder: give a file, such as {example}")
-        if path is not None and not path.resolve().parent.is_dir():
+    for name, suffixes in FILES.items():
+        path = getattr(options, name, None)
+        if path is None:
+            continue
+        if path.is_dir():
+            parser.error(f"--{name} {path} is a folder: give a file, such as {path / options.command}{suffixes[0]}")
+        if name != "runs" and not path.resolve().parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {path.parent}; make it first")
+        if name == "plot" and path.suffix not in suffixes:
+            parser.error(f"--plot {path}: is drawn as one of {', '.join(suffixes)}; name it {path.stem}{suffixes[0]}")
+    folder = getattr(options, "plot_dir", None)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        parser.error(f"--plot-dir {folder} is a file: give a folder, such as curves")
+    for name, (least, most, usual) in NUMBERS.items():
+        value = getattr(options, name, None)
+        if value is not None and not least <= value < most:
+            parser.error(f"--{name} {value}: must be at least {least:g} and below {most:g}, such as {usual:g}")
     for name in ("threads", "seeds", "jobs", "steps", "sequences", "refreshes", "size"):
         value = getattr(options, name, None)
         if isinstance(value, int) and value < 1:
