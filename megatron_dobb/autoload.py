@@ -7,7 +7,7 @@ The launcher asks for it, and so does `megatron_dobb_autoload.pth` at every star
 import os
 from types import ModuleType
 
-from .postimport import after_import
+from .post_import import after_import
 
 VARIABLE = "MEGATRON_DOBB_AUTOLOAD"
 

@@ -12,7 +12,7 @@ from typing import Any
 from .. import layout
 from ..config import DobbConfig
 from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..postimport import Patch, after_import
+from ..post_import import Patch, after_import
 from . import compat, configs
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, OUTPUT_SIDE_ATTRIBUTE, WIDTH_ATTRIBUTE, manage

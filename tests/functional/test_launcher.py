@@ -235,7 +235,7 @@ def test_a_fresh_interpreter_loads_nothing_of_ours_unless_asked():
 def test_autoload_imports_neither_torch_nor_megatron():
     needs_installation()
     loaded = run(*PYTHON, "-c", LOADED, MEGATRON_DOBB_AUTOLOAD="1").stdout.strip()
-    ours = ["megatron_dobb", "megatron_dobb.autoload", "megatron_dobb.postimport", "megatron_dobb.version"]
+    ours = ["megatron_dobb", "megatron_dobb.autoload", "megatron_dobb.post_import", "megatron_dobb.version"]
     assert loaded == str(ours)
     by_hand = run(*PYTHON, "-c", f"import megatron_dobb.autoload\n{LOADED}", cwd=ROOT).stdout.strip()
     assert by_hand == str(ours)

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from megatron_dobb import postimport
+from megatron_dobb import post_import
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def module_file(tmp_path, monkeypatch):
     yield write
     for name in names:
         sys.modules.pop(name, None)
-        postimport._finder.patches.pop(name, None)
+        post_import._finder.patches.pop(name, None)
 
 
 def double(module):
@@ -34,7 +34,7 @@ def double(module):
 
 def test_patch_runs_right_after_the_first_import_and_once(module_file):
     name = module_file("waits_for_import", "value = 3")
-    postimport.after_import(name, double)
+    post_import.after_import(name, double)
     assert name not in sys.modules
     assert importlib.import_module(name).value == 6
     assert importlib.import_module(name).value == 6
@@ -43,27 +43,27 @@ def test_patch_runs_right_after_the_first_import_and_once(module_file):
 def test_patch_runs_at_once_on_an_imported_module(module_file):
     name = module_file("imported_before", "value = 3")
     module = importlib.import_module(name)
-    postimport.after_import(name, double)
+    post_import.after_import(name, double)
     assert module.value == 6
 
 
 def test_names_imported_from_the_module_are_the_patched_ones(module_file):
     patched = module_file("has_a_function", "def f():\n    return 'stock'\n")
     user = module_file("uses_the_function", f"from {patched} import f\n")
-    postimport.after_import(patched, lambda module: setattr(module, "f", lambda: "patched"))
+    post_import.after_import(patched, lambda module: setattr(module, "f", lambda: "patched"))
     assert importlib.import_module(user).f() == "patched"
 
 
 def test_a_program_that_only_looks_for_the_module_does_not_use_up_the_patch(module_file):
     name = module_file("looked_for_first", "value = 3")
-    postimport.after_import(name, double)
+    post_import.after_import(name, double)
     assert importlib.util.find_spec(name) is not None
     assert importlib.import_module(name).value == 6
 
 
 def test_the_patch_survives_an_import_that_fails(module_file):
     name = module_file("fails_once", "import sys\nvalue = 3\nif not hasattr(sys, 'dobb_test'): raise OSError('busy')")
-    postimport.after_import(name, double)
+    post_import.after_import(name, double)
     with pytest.raises(OSError, match="busy"):
         importlib.import_module(name)
     sys.dobb_test = True
@@ -74,18 +74,18 @@ def test_the_patch_survives_an_import_that_fails(module_file):
 
 
 def test_a_module_that_does_not_exist_is_still_missing():
-    postimport.after_import("no_such_module_here", double)
+    post_import.after_import("no_such_module_here", double)
     try:
         assert importlib.util.find_spec("no_such_module_here") is None
         with pytest.raises(ModuleNotFoundError, match="no_such_module_here"):
             importlib.import_module("no_such_module_here")
     finally:
-        postimport._finder.patches.pop("no_such_module_here")
+        post_import._finder.patches.pop("no_such_module_here")
 
 
 def test_the_module_looks_as_if_nothing_had_waited_for_it(module_file):
     plain, patched = module_file("plain_module", "value = 1"), module_file("patched_module", "value = 1")
-    postimport.after_import(patched, double)
+    post_import.after_import(patched, double)
     expected, found = importlib.import_module(plain), importlib.import_module(patched)
     assert type(found.__loader__) is type(expected.__loader__)
     assert type(found.__spec__.loader) is type(expected.__spec__.loader)
@@ -99,7 +99,7 @@ def test_an_error_of_the_patch_stops_every_import(module_file):
     def refuse(module):
         raise RuntimeError("this version does not fit")
 
-    postimport.after_import(name, refuse)
+    post_import.after_import(name, refuse)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="does not fit"):
             importlib.import_module(name)
