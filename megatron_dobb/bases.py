@@ -11,7 +11,7 @@ from .capture import MomentSum
 from .config import DTYPES, DobbConfig
 from .exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from .linear import LinearWeight
-from .owners import Block, Ownership, work
+from .sharding.ownership import Block, Ownership, work
 
 
 class ModelBases:

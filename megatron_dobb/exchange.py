@@ -30,7 +30,7 @@ from .errors import CaptureError, LayoutError
 from .moment import pack_triangle, refresh_, unpack_triangle
 from .ops import Backend, refresh_basis
 from .orthogonalize import Method
-from .owners import Block, Ownership, triangle
+from .sharding.ownership import Block, Ownership, triangle
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 from . import diagnostics
 from .config import DobbConfig
 from .diagnostics import Sums
-from .owners import Block
 from .reference import Segment
+from .sharding.ownership import Block
 
 BlocksOf = Callable[[], Iterable[tuple[Sequence[Block], Tensor]]]
 """Gives blocks and copies of their bases `[k, b, b]`, in the same order every time."""

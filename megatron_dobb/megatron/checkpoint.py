@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import DTYPES, DobbConfig
 from ..exchange import RefreshGroup
-from ..owners import Block
+from ..sharding.ownership import Block
 from .saved import Saved
 
 MOMENT, BASIS = "moment", "basis"

@@ -24,8 +24,8 @@ from ..config import DobbConfig, flag
 from ..diagnostics import merge, named
 from ..exchange import RefreshCounts, RefreshGroup
 from ..observer import Observer, Sink
-from ..owners import Block
 from ..reference import Segment
+from ..sharding.ownership import Block
 from .manage import ManagedWeight
 
 SINK_ATTRIBUTE = "dobb_diagnostics"

@@ -16,8 +16,8 @@ from ..capture import Capture, MomentSum
 from ..config import DobbConfig
 from ..errors import ConfigError
 from ..exchange import HeldWeight, RefreshCounts
-from ..owners import work
 from ..schedule import is_due, phases
+from ..sharding.ownership import work
 from .diagnostics import Diagnostics
 from .groups import MomentGroups
 from .manage import ChunkPlan, ManagedWeight

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..costs import RankCosts, Transient, WidthCosts, momentum_costs, refresh_costs, transient_peak
 from ..exchange import RefreshGroup
-from ..owners import imbalance
+from ..sharding.ownership import imbalance
 from .manage import ChunkPlan, ManagedWeight
 from .messages import say
 from .optimizer import DobbDistributedOptimizer

@@ -9,10 +9,10 @@ import logging
 from types import ModuleType
 from typing import Any
 
-from .. import layout
 from ..config import DobbConfig
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..post_import import Patch, after_import
+from ..sharding import buffer_layout
 from . import compat, configs
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, OUTPUT_SIDE_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
@@ -206,7 +206,7 @@ def _patch_layout(module: ModuleType) -> None:
             return stock
         placed = params[::-1]
         items = [
-            layout.Item(
+            buffer_layout.Item(
                 p.numel(),
                 getattr(p, WIDTH_ATTRIBUTE, 0),
                 getattr(p, "shared_embedding", False),
@@ -218,8 +218,8 @@ def _patch_layout(module: ModuleType) -> None:
             for p in placed
         ]
         divisor = end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
-        aligned = layout.align(items, bucket_size, data_parallel_world_size, divisor)
-        layout.check_row_blocks(aligned, stock.bucket_indices[-1][1])
+        aligned = buffer_layout.align(items, bucket_size, data_parallel_world_size, divisor)
+        buffer_layout.check_row_blocks(aligned, stock.bucket_indices[-1][1])
         ours = type(stock)(
             param_index_map={
                 p: (start, end, bucket)

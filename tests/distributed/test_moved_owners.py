@@ -10,10 +10,11 @@ from checkpoint_runs import go_on, load, save
 from global_form import merge
 from layout_runs import Layout, Run, start
 
-from megatron_dobb import DobbConfig, balance
+from megatron_dobb import DobbConfig
 from megatron_dobb.capture import MomentSum
 from megatron_dobb.exchange import HeldWeight, RefreshGroup, share_out
 from megatron_dobb.moment import gram
+from megatron_dobb.sharding import load_balancing
 from testbed import processes
 
 HOW = {"beta": 0.5, "method": "householder", "iterations": 1}
@@ -24,8 +25,8 @@ BLOCKS = {"a": 6, "b": 4, "c": 1}
 
 def move(as_much_as_possible):
     """Move blocks wherever that lightens the busiest rank, however narrow they are; or none."""
-    balance.TOLERANCE = Fraction(1 if as_much_as_possible else 10**6)
-    balance.BYTES_PER_SECOND = 10**18
+    load_balancing.TOLERANCE = Fraction(1 if as_much_as_possible else 10**6)
+    load_balancing.BYTES_PER_SECOND = 10**18
 
 
 def refresh_three_times(moving):

@@ -9,8 +9,8 @@ from unittest import mock
 
 from model_holdings import MODELS, aligned, holdings_of, llama_405b_stage
 
-from megatron_dobb import balance
-from megatron_dobb.owners import Ownership, imbalance
+from megatron_dobb.sharding import load_balancing
+from megatron_dobb.sharding.ownership import Ownership, imbalance
 
 MIB = 2**20
 ROWS = [
@@ -44,7 +44,7 @@ def main() -> None:
     cases += [(f"Llama-3 405B, a stage of 16, 8, {dp}", llama_405b_stage(), dp) for dp in (1024, 16_384)]
     for name, items, shards in cases:
         holdings = holdings_of(aligned(items, shards))
-        with mock.patch.object(balance, "TOLERANCE", Fraction(10**6)):
+        with mock.patch.object(load_balancing, "TOLERANCE", Fraction(10**6)):
             alone = Ownership.share_out(*holdings)
         began = time.process_time()
         owners = Ownership.share_out(*holdings)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from model_shapes import experts, gpt2, llama
 
-from megatron_dobb.layout import BufferLayout, Item, align, bucket_divisor, default_bucket_size
+from megatron_dobb.sharding.buffer_layout import BufferLayout, Item, align, bucket_divisor, default_bucket_size
 
 GPT2 = {"Small": (12, 768), "Medium": (24, 1024), "Large": (36, 1280), "XL": (48, 1600)}
 LLAMA = {"8B": (32, 4096, 14336, 32), "70B": (80, 8192, 28672, 64)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from megatron_dobb.layout import Item
+from megatron_dobb.sharding.buffer_layout import Item
 
 BLOCKS = 16
 

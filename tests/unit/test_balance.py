@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_holdings import MODELS, aligned, holdings_of, llama_405b_stage
 
-from megatron_dobb.balance import TOLERANCE, best_possible, is_worth_moving, share, work
-from megatron_dobb.owners import Ownership, imbalance
+from megatron_dobb.sharding.load_balancing import TOLERANCE, best_possible, is_worth_moving, share, work
+from megatron_dobb.sharding.ownership import Ownership, imbalance
 
 NARROW, WIDE = 32, 64
 """Widths of blocks that are never moved, and that may be."""

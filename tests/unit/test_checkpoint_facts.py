@@ -16,7 +16,7 @@ from megatron_dobb.errors import CheckpointError  # noqa: E402
 from megatron_dobb.megatron import others  # noqa: E402
 from megatron_dobb.megatron.checkpoint import StateOfBlocks, WeightInModel, runs  # noqa: E402
 from megatron_dobb.megatron.saved import FORMAT_VERSION, METADATA, Saved  # noqa: E402
-from megatron_dobb.owners import Ownership  # noqa: E402
+from megatron_dobb.sharding.ownership import Ownership  # noqa: E402
 
 CONFIG = DobbConfig(blocks=4, blocks_for={"*.linear_fc2": 8}, exclude=("*.linear_proj",))
 SAVED = Saved.of(CONFIG, attempted_steps=7, capture_sequences=12, experts_apart=False)

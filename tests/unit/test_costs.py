@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_dobb import costs
 from megatron_dobb.exchange import COUNTS_BYTES
-from megatron_dobb.owners import FlatExchange, Ownership
+from megatron_dobb.sharding.ownership import FlatExchange, Ownership
 
 MOMENT_BYTES, BASIS_BYTES = 4, 2
 

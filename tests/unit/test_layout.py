@@ -11,10 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from model_shapes import MODELS, WIDE_UNITS
 
-import megatron_dobb.layout
+import megatron_dobb.sharding.buffer_layout
 from megatron_dobb.blocks import SMALL_UNIT, Shard, suggest_widths
 from megatron_dobb.errors import LayoutError
-from megatron_dobb.layout import (
+from megatron_dobb.sharding.buffer_layout import (
     MAX_ALIGNMENT_UNIT,
     BufferLayout,
     Item,
@@ -409,7 +409,7 @@ def test_a_divisor_that_breaks_megatrons_contract_is_refused(shards: int, diviso
 
 @pytest.mark.parametrize("module", ["blocks", "layout", "owners"])
 def test_planning_needs_neither_torch_nor_megatron(module: str) -> None:
-    source = Path(megatron_dobb.layout.__file__).with_name(f"{module}.py").read_text()
+    source = Path(megatron_dobb.sharding.buffer_layout.__file__).with_name(f"{module}.py").read_text()
     imported = {
         alias.name.partition(".")[0]
         for node in ast.walk(ast.parse(source))

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from model_holdings import aligned, holdings_of
 from model_shapes import MODELS
 
-from megatron_dobb.balance import is_worth_moving, work
 from megatron_dobb.errors import LayoutError
-from megatron_dobb.owners import FlatExchange, Ownership, assign, imbalance
+from megatron_dobb.sharding.load_balancing import is_worth_moving, work
+from megatron_dobb.sharding.ownership import FlatExchange, Ownership, assign, imbalance
 
 Group = tuple[list[dict[str, tuple[int, ...]]], dict[str, int]]
 

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dobb import layout
 from megatron_dobb.config import DobbConfig
 from megatron_dobb.megatron.adapters import Geometry
 from megatron_dobb.megatron.manage import fewer_features_than_blocks
 from megatron_dobb.megatron.shapes import BlockedWeight, check_outputs_seen, choose_width
+from megatron_dobb.sharding import buffer_layout
 
 from .parameters import Parameter
 from .sizes import Parallel
@@ -118,7 +118,7 @@ class Buffer:
     """
 
     apart: bool
-    placed: layout.BufferLayout
+    placed: buffer_layout.BufferLayout
     parameters: tuple[Parameter, ...]
     stock: int
     unit: int
@@ -151,30 +151,30 @@ def lay_out(
     """
     bucket_size = None
     if bucketed and parallel.overlap_grad_reduce:
-        bucket_size = parallel.bucket_size or layout.default_bucket_size(parallel.shards)
+        bucket_size = parallel.bucket_size or buffer_layout.default_bucket_size(parallel.shards)
     buffers = []
     for apart in (False, True):
         shards = parallel.buffer_shards(apart=apart)
         inside = tuple(parameter for parameter in reversed(parameters) if parameter.apart == apart)
         if inside:
-            placed = layout.align(
+            placed = buffer_layout.align(
                 [_item(parameter, managed) for parameter in inside],
                 bucket_size,
                 shards,
-                layout.bucket_divisor(shards, parallel.pad_for_high_nccl_busbw),
+                buffer_layout.bucket_divisor(shards, parallel.pad_for_high_nccl_busbw),
             )
             report = placed.padding_report()
             stock, unit = sum(row.stock_length for row in report), max(row.unit for row in report)
-            layout.check_row_blocks(placed, stock)
+            buffer_layout.check_row_blocks(placed, stock)
             buffers.append(Buffer(apart, placed, inside, stock, unit))
     return buffers
 
 
-def _item(parameter: Parameter, managed: dict[str, Managed]) -> layout.Item:
+def _item(parameter: Parameter, managed: dict[str, Managed]) -> buffer_layout.Item:
     weight = managed.get(parameter.name)
     if weight is None:
-        return layout.Item(parameter.numel, own_bucket=parameter.own_bucket, name=parameter.name)
-    return layout.Item(
+        return buffer_layout.Item(parameter.numel, own_bucket=parameter.own_bucket, name=parameter.name)
+    return buffer_layout.Item(
         parameter.numel,
         weight.alignment,
         parameter.own_bucket,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_dobb.config import DobbConfig
-from megatron_dobb.owners import work
 from megatron_dobb.schedule import phases
+from megatron_dobb.sharding.ownership import work
 
 from ..reproduction import payload
 from .buffers import Buffer, Chosen, Managed, choose, lay_out

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from .balance import Block, best_possible, share, work
-from .errors import LayoutError
+from ..errors import LayoutError
+from .load_balancing import Block, best_possible, share, work
 
 Holdings = Sequence[Mapping[str, Collection[int]]]
 """For every rank of a group, the blocks of each weight of which it holds at least one row."""
