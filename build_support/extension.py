@@ -28,7 +28,7 @@ def _of_package(name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "megatron_dobb" / f"{name}.py")))
 
 
-_toolchain = _of_package("toolchain")
+_toolchain = _of_package("kernels/toolchain")
 
 
 @dataclass
@@ -99,7 +99,7 @@ def _extension(cpp_extension: Any, macros: list[tuple[str, str | None]], threads
 
 def _stamp() -> str:
     """Tells the sources of this build."""
-    return str(_of_package("stamp").stamp(ROOT / "csrc"))
+    return str(_of_package("kernels/source_digest").stamp(ROOT / "csrc"))
 
 
 def parallel_jobs() -> int:

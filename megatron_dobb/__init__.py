@@ -23,7 +23,7 @@ if sys.version_info < (3, 12):  # noqa: UP036  (a source tree on PYTHONPATH pass
 
 if TYPE_CHECKING:
     from .config import DobbConfig as DobbConfig
-    from .extension import build_info as build_info
+    from .kernels.extension import build_info as build_info
     from .megatron import install as install
     from .optimizer import Dobb as Dobb
 

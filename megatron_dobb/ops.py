@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from . import extension, moment, reference
+from . import moment, reference
 from .errors import NonFiniteError, UnsupportedError
+from .kernels import extension
 from .orthogonalize import Method, RefreshedBasis, full_precision
 from .orthogonalize import refresh_basis as plain_refresh_basis
 from .reference import Segment

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import toolchain
+from ..kernels import toolchain
 from .findings import Finding
 
 NVIDIA = Path("/dev/nvidiactl")
@@ -14,8 +14,8 @@ REBUILD = "rebuild it where the GPU is: pip install --no-build-isolation --no-de
 
 
 def compiled() -> Iterator[Finding]:
-    from .. import extension
-    from ..stamp import stamp
+    from ..kernels import extension
+    from ..kernels.source_digest import stamp
 
     loaded = extension.load()
     if loaded.module is None:
@@ -32,7 +32,7 @@ def compiled() -> Iterator[Finding]:
         "ok",
         f"the extension runs its {info.cpu} kernels on this CPU, of {', '.join(info.cpu_kernels)} that it could run",
     )
-    current = stamp(Path(extension.__file__).resolve().parents[1] / "csrc")
+    current = stamp(Path(extension.__file__).resolve().parents[2] / "csrc")
     compared = "equal to the sources" if current else "no sources beside the package to compare with"
     built = getattr(loaded.module, "sources", "") or "none"
     yield Finding("extension", "note", f"built by {info.compiler} for PyTorch {info.torch}; stamp {built}: {compared}")
@@ -98,7 +98,7 @@ def gpu() -> Iterator[Finding]:
 
 
 def _each_gpu(torch: object) -> Iterator[Finding]:
-    from .. import extension
+    from ..kernels import extension
 
     cuda = torch.cuda  # type: ignore[attr-defined]
     kinds: dict[tuple[str, tuple[int, int]], int] = {}
@@ -173,7 +173,7 @@ def _nvcc(home: str | None) -> Path | None:
 
 def _have_extension() -> bool:
     try:
-        from .. import extension
+        from ..kernels import extension
 
         return extension.load().module is not None
     except Exception:  # the check of the extension itself tells
@@ -181,6 +181,6 @@ def _have_extension() -> bool:
 
 
 def _have_cuda_kernels() -> bool:
-    from .. import extension
+    from ..kernels import extension
 
     return extension.runs_on("cuda")

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .. import extension, ops, reference
+from .. import ops, reference
 from ..blocks import Shard
+from ..kernels import extension
 from ..optimizer import Dobb
 from .findings import Finding
 

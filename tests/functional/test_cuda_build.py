@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dobb import toolchain
+from megatron_dobb.kernels import toolchain
 from tools import kernel_report
 
 ROOT = Path(__file__).resolve().parents[2]

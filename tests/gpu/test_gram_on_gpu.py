@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_dobb import extension, ops
+from megatron_dobb import ops
+from megatron_dobb.kernels import extension
 
 pytestmark = [
     pytest.mark.gpu,

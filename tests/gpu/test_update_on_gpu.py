@@ -20,9 +20,10 @@ from unit.update_cases import (
     segment,
 )
 
-from megatron_dobb import extension, ops
+from megatron_dobb import ops
 from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError
+from megatron_dobb.kernels import extension
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dobb import extension
+from megatron_dobb.kernels import extension
 
 C = extension.load().module
 KERNELS = C.supported_cpu_kernels() if C is not None else []

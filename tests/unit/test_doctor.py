@@ -13,11 +13,12 @@ import torch
 from compiled import needs_extension
 from doctors_findings import found, only
 
-from megatron_dobb import doctor, extension
+from megatron_dobb import doctor
 from megatron_dobb.doctor import apart, build, checks, versions
 from megatron_dobb.doctor import megatron as of_megatron
 from megatron_dobb.doctor.findings import Finding, usable, verdict
 from megatron_dobb.errors import UnsupportedError
+from megatron_dobb.kernels import extension
 from megatron_dobb.megatron import attach, compat, seam
 
 ROOT = Path(__file__).resolve().parents[2]

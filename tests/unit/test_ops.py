@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_cases import SETTINGS, Case, cases, check_against_float64, copied, in_float64, segment, signs_of
 
-from megatron_dobb import extension, ops, reference
+from megatron_dobb import ops, reference
 from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError, UnsupportedError
+from megatron_dobb.kernels import extension
 
 
 @needs_extension

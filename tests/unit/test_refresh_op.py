@@ -7,8 +7,9 @@ from moment_kinds import cases, float64_error, generator, moments, normalised, r
 from small_mlp import BLOCKS, mlp, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dobb import Dobb, extension, ops
+from megatron_dobb import Dobb, ops
 from megatron_dobb.errors import ConfigError
+from megatron_dobb.kernels import extension
 from megatron_dobb.orthogonalize import refresh_basis as plain_refresh_basis
 
 METHODS = ("householder", "cholesky")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_dobb import extension
+from megatron_dobb.kernels import extension
 
 MIB = 2**20
 

@@ -8,10 +8,10 @@ from types import ModuleType
 
 import torch
 
-from .stamp import stamp
-from .version import __version__
+from ..version import __version__
+from .source_digest import stamp
 
-_NOTE = Path(__file__).parent / "_not_built.txt"
+_NOTE = Path(__file__).parents[1] / "_not_built.txt"
 HOW_TO_BUILD = (
     "with PyTorch and a C++ compiler installed, run pip install --no-build-isolation --no-deps -e . in a checkout "
     "of megatron_dobb"
@@ -38,7 +38,7 @@ def load() -> Loaded:
         return Loaded(None, f"it does not load with PyTorch {torch.__version__}: {error}")
     if module.torch_version != torch.__version__:
         return Loaded(None, f"it was built for PyTorch {module.torch_version}, and this is {torch.__version__}")
-    current = stamp(Path(__file__).resolve().parents[1] / "csrc")
+    current = stamp(Path(__file__).resolve().parents[2] / "csrc")
     if current and getattr(module, "sources", "") != current:
         return Loaded(None, f"{module.__file__} was built from other sources than those of this checkout")
     return Loaded(module)
