@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..background.side_stream import Task
 from ..capture import MomentSum
 from ..config import DobbConfig
 from ..errors import CaptureError
 from ..exchange import RefreshCounts, RefreshGroup
-from ..worker import Task
 from .diagnostics import Diagnostics
 
 Launcher = Literal["worker", "program"]

@@ -34,11 +34,11 @@ import torch
 import torch.distributed as dist
 
 from .. import schedule
+from ..background.side_stream import Task, Worker
 from ..capture import Capture, MomentSum, scale_sums
 from ..config import DTYPES, DobbConfig
 from ..exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from ..orthogonalize import products_are_exact
-from ..worker import Task, Worker
 from .diagnostics import Diagnostics, step_number
 from .groups import Ranks
 from .messages import log_refresh, say

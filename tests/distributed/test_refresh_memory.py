@@ -11,9 +11,9 @@ import torch.distributed as dist
 from layout_runs import Layout, Run, global_batch, start
 
 from megatron_dobb import DobbConfig
+from megatron_dobb.background.side_stream import Task, Worker
 from megatron_dobb.megatron.optimizer import DobbDistributedOptimizer
 from megatron_dobb.megatron.report import rank_costs, refresh_peak, start_table
-from megatron_dobb.worker import Task, Worker
 from testbed import gpt, processes
 
 MODEL = {"num_layers": 2, "hidden_size": 192, "kv_channels": 48}

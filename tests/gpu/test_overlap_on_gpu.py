@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dobb.background.side_stream import Worker
 from megatron_dobb.capture import MomentSum
 from megatron_dobb.exchange import HeldWeight, RefreshGroup, share_out
-from megatron_dobb.worker import Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

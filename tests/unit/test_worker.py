@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dobb.worker import Task, Worker
+from megatron_dobb.background.side_stream import Task, Worker
 
 CPU = torch.device("cpu")
 
