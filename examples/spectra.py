@@ -23,7 +23,8 @@ matplotlib.use("agg")  # a notebook shows the figure by itself
 from matplotlib import pyplot as plt
 from plain_pytorch import GPT, batches, loss_of
 
-from megatron_dobb import Dobb, diagnostics
+from megatron_dobb import Dobb
+from megatron_dobb.methods.dobb import metrics
 
 parser = argparse.ArgumentParser(description="Spectra and orthogonality during a small training.")
 parser.add_argument("--steps", type=int, default=160)
@@ -66,8 +67,7 @@ for step, batch in enumerate(batches(text, args.steps, seed=0), start=1):
     optimizer.step()
     if step in (1, max(2, args.steps // 4), args.steps):
         spectra[step] = {
-            layer: diagnostics.eigenvalues(optimizer.state[model.get_submodule(layer).weight]["moment"])
-            for layer in LAYERS
+            layer: metrics.eigenvalues(optimizer.state[model.get_submodule(layer).weight]["moment"]) for layer in LAYERS
         }
     if step % every == 0:
         means = {name: figures[step].get(f"dobb/{name}", float("nan")) for name in ("orthogonality", "basis_residual")}

@@ -22,9 +22,9 @@ if sys.version_info < (3, 12):  # noqa: UP036  (a source tree on PYTHONPATH pass
     raise ImportError(_too_old)
 
 if TYPE_CHECKING:
-    from .config import DobbConfig as DobbConfig
     from .kernels.extension import build_info as build_info
     from .megatron import install as install
+    from .methods.dobb.settings import DobbConfig as DobbConfig
     from .optimizer import Dobb as Dobb
 
 _HOME = {"Dobb": ".optimizer", "DobbConfig": ".config", "build_info": ".extension", "install": ".megatron"}

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import schedule
-from .capture import MomentSum
-from .config import DTYPES, DobbConfig
-from .exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from .linear import LinearWeight
+from .methods.dobb import schedule
+from .methods.dobb.capture import MomentSum
+from .methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
+from .methods.dobb.settings import DTYPES, DobbConfig
 from .sharding.ownership import Block, Ownership, work
 
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .config import DTYPES, DobbConfig
 from .errors import ConfigError
 from .linear import Predicate
-from .observer import Sink
+from .methods.dobb.metrics_recorder import Sink
+from .methods.dobb.settings import DTYPES, DobbConfig
 
 Exclude = str | Predicate | Iterable[str | Predicate]
 

@@ -11,16 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import diagnostics as figures
-from . import ops, reference, state
+from . import state
 from .bases import ModelBases
-from .blocks import Shard
-from .capture import MomentSum, scale_sums
 from .errors import CaptureError, ConfigError, UnsupportedError
-from .exchange import RefreshCounts
 from .keywords import Exclude, check_sink, named_as_keywords, read_settings
 from .linear import BatchCapture, LinearWeight, choose, logger, unwrap
-from .observer import Observer, Sink
+from .methods.dobb import kernels
+from .methods.dobb import metrics as figures
+from .methods.dobb import update as reference
+from .methods.dobb.blocks import Shard
+from .methods.dobb.capture import MomentSum, scale_sums
+from .methods.dobb.metrics_recorder import Observer, Sink
+from .methods.dobb.refresh_group import RefreshCounts
 from .state import STATE
 
 _owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.WeakKeyDictionary()
@@ -104,7 +106,7 @@ class Dobb(torch.optim.Optimizer):
         _check_free(self.on_dobb.values())
         self.attempted_steps = 0
         self.refresh_counts = RefreshCounts()
-        self._pending: ops.Pending = []
+        self._pending: kernels.Pending = []
         self._weight_of = {weight.parameter: weight for weight in self.on_dobb.values()}
         self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(self._make_groups(root), dict(self._adamw.defaults))
@@ -233,7 +235,7 @@ class Dobb(torch.optim.Optimizer):
                 "refresh its bases from its own data, and the weights would drift apart. Build Dobb after "
                 "init_process_group, or give it the process_group of the ranks that train together"
             )
-        ops.check(self._pending)
+        kernels.check(self._pending)
         self._pending = []
         by_device: dict[torch.device, list[LinearWeight]] = {}
         for weight in self.on_dobb.values():
@@ -329,7 +331,7 @@ class Dobb(torch.optim.Optimizer):
         ]
         gradients = [_gradient(weight) for weight in weights]
         scales = self._column_scales(segments, gradients) if self.config.norm == "l2" else None
-        self._pending += ops.update(
+        self._pending += kernels.update(
             segments,
             gradients,
             learning_rate=learning_rate,
@@ -470,11 +472,11 @@ def _has_gradient(weight: LinearWeight, sums: Mapping[str, MomentSum]) -> bool:
     return gradient is not None and (sums[weight.name].calls > 0 or bool(gradient.any()))
 
 
-def _gram(weight: LinearWeight, gradient: Tensor, backend: ops.Backend) -> MomentSum:
+def _gram(weight: LinearWeight, gradient: Tensor, backend: kernels.Backend) -> MomentSum:
     """`G^T G` of the blocks over the input axis, or `G G^T` of those over the output axis (paper, Table 13)."""
     rows = gradient.t() if weight.output_side else gradient
     total = rows.new_zeros(weight.blocks, weight.width, weight.width, dtype=torch.float32)
-    ops.gram_(total, rows, weight.width, backend)
+    kernels.gram_(total, rows, weight.width, backend)
     return MomentSum(total, gradient.numel(), calls=1)
 
 

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dobb import build_info, ops
-from megatron_dobb.blocks import Shard, block_width
+from megatron_dobb import build_info
 from megatron_dobb.errors import DobbError
-from megatron_dobb.moment import refresh_
-from megatron_dobb.reference import Segment
+from megatron_dobb.methods.dobb import kernels
+from megatron_dobb.methods.dobb.blocks import Shard, block_width
+from megatron_dobb.methods.dobb.moment import refresh_
+from megatron_dobb.methods.dobb.update import Segment
 
 BYTES_PER_ELEMENT = 20
 HEAD_START_CYCLES = 50_000_000  # about 25 ms of a GPU
@@ -53,7 +54,7 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to fit in memory")
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--basis-dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--precision", choices=ops.PRECISIONS, default="exact")
+    parser.add_argument("--precision", choices=kernels.PRECISIONS, default="exact")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each optimizer; the median counts")
@@ -110,7 +111,7 @@ class Contenders:
         }  # fmt: skip
         backends = ["extension", "reference"] if build_info().extension else ["reference"]
         for backend in backends:
-            self.steps[f"Dobb, {backend}"] = lambda backend=backend: ops.update(
+            self.steps[f"Dobb, {backend}"] = lambda backend=backend: kernels.update(
                 segments, flat, **given, backend=backend, precision=self.options.precision
             )
         self.add_refresh(segments, total)
@@ -130,7 +131,9 @@ class Contenders:
 
             def refresh(method: Any = method, own: Any = own) -> None:
                 for moment, basis, total, tokens in own:
-                    refresh_(moment, basis, total, tokens, beta=0.95, method=method, orthogonalize=ops.refresh_basis)
+                    refresh_(
+                        moment, basis, total, tokens, beta=0.95, method=method, orthogonalize=kernels.refresh_basis
+                    )
 
             self.steps[f"refresh of all bases, {method}"] = refresh
             self.slow.add(f"refresh of all bases, {method}")
@@ -238,7 +241,7 @@ def main() -> None:
                 getattr(contenders, f"add_{name}")()
             except DobbError as error:
                 raise SystemExit(f"error: {error}") from None
-    ops.kernels_run.clear()
+    kernels.kernels_run.clear()
     times, bandwidth = measure(contenders)
     elements = sum(m * n for m, n in contenders.shapes)
     floor = BYTES_PER_ELEMENT * elements / bandwidth
@@ -256,10 +259,10 @@ def main() -> None:
         shown = f"{'':10}" if memory is None else f"{memory / 1e6:10.1f}"
         print(f"{name:34}{1e3 * median:10.2f}{1e3 * min(found):10.2f}{median / adamw:9.2f}{median / floor:9.2f}{shown}"
               f"{1e3 * host:9.2f}")  # fmt: skip
-    print("segments by kernel:", ", ".join(f"{kernel} {count}" for kernel, count in ops.kernels_run.items()))
+    print("segments by kernel:", ", ".join(f"{kernel} {count}" for kernel, count in kernels.kernels_run.items()))
     if options.json:
         facts = {"options": {k: str(v) for k, v in vars(options).items()}, "elements": elements, "floor": floor,
-                 "bandwidth": bandwidth, "kernels": dict(ops.kernels_run), "build": vars(build_info()),
+                 "bandwidth": bandwidth, "kernels": dict(kernels.kernels_run), "build": vars(build_info()),
                  "machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
                  "results": rows}  # fmt: skip
         options.json.write_text(json.dumps(facts, indent=1))

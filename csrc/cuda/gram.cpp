@@ -15,7 +15,7 @@ void gram_cuda(const at::Tensor& total, const at::Tensor& activations, std::int6
     check_gram(total, activations, width);
     const auto type = activations.scalar_type();
     TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, "dobb::gram_: activations is ", type,
-                      ", expected bf16 or fp16 on a GPU; megatron_dobb.ops.gram_ takes others");
+                      ", expected bf16 or fp16 on a GPU; megatron_dobb.methods.dobb.kernels.gram_ takes others");
     if (activations.numel() == 0) return;
     const c10::cuda::CUDAGuard guard(activations.device());
     const cuda::Activations x = {activations.const_data_ptr(),

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .. import ops, reference
-from ..blocks import Shard
 from ..kernels import extension
+from ..methods.dobb import kernels as ops
+from ..methods.dobb import update
+from ..methods.dobb.blocks import Shard
 from ..optimizer import Dobb
 from .findings import Finding
 
@@ -46,7 +47,7 @@ def update_error(device: str) -> str | None:
     shard = Shard(0, ROWS * columns, columns, WIDTH)
     basis = torch.linalg.qr(draw(BLOCKS, WIDTH, WIDTH)).Q.bfloat16()
     before, momentum, gradient = (draw(ROWS * columns) for _ in range(3))
-    segment = reference.Segment(
+    segment = update.Segment(
         "self-test",
         shard,
         ROWS,
@@ -75,10 +76,10 @@ def update_error(device: str) -> str | None:
     size = momentum.double().abs() + gradient.double().abs()
     if not bool(((new_momentum - expected_momentum).abs() <= 4 * EPS * size).all()):
         return "its momentum is off by more than rounding"
-    coefficients = reference.project(expected_momentum.view(shape), wide)
+    coefficients = update.project(expected_momentum.view(shape), wide)
     # Where rounding can turn a sign, the row tells nothing.
-    doubtful = coefficients.abs() <= 8 * WIDTH * EPS * reference.project(size.view(shape), wide.abs())
-    step = LR * reference.step_scale(ROWS, columns, TAU) * reference.direction(expected_momentum.view(shape), wide)
+    doubtful = coefficients.abs() <= 8 * WIDTH * EPS * update.project(size.view(shape), wide.abs())
+    step = LR * update.step_scale(ROWS, columns, TAU) * update.direction(expected_momentum.view(shape), wide)
     expected = (1 - LR * DECAY) * before.double().view(shape) - step
     clear = ~doubtful.any(-1, keepdim=True).expand(shape)
     if int(clear.sum()) < clear.numel() // 2:

@@ -10,8 +10,8 @@ from megatron.bridge.training.config import OptimizerConfig
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.optimizer import get_megatron_optimizer
 
-from ..config import DobbConfig
 from ..errors import ConfigError
+from ..methods.dobb.settings import DobbConfig
 from .configs import INNER
 from .seam import configure, install
 

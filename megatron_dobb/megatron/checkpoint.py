@@ -13,8 +13,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from ..config import DTYPES, DobbConfig
-from ..exchange import RefreshGroup
+from ..methods.dobb.refresh_group import RefreshGroup
+from ..methods.dobb.settings import DTYPES, DobbConfig
 from ..sharding.ownership import Block
 from .saved import Saved
 

@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..config import DobbConfig
 from ..errors import ConfigError, UnsupportedError
+from ..methods.dobb.settings import DobbConfig
 from .arguments import REFUSALS, Refusal
 
 INNER = "adam"

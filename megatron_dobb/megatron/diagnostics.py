@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import DobbConfig, flag
-from ..diagnostics import merge, named
-from ..exchange import RefreshCounts, RefreshGroup
-from ..observer import Observer, Sink
-from ..reference import Segment
+from ..methods.dobb.metrics import merge, named
+from ..methods.dobb.metrics_recorder import Observer, Sink
+from ..methods.dobb.refresh_group import RefreshCounts, RefreshGroup
+from ..methods.dobb.settings import DobbConfig, flag
+from ..methods.dobb.update import Segment
 from ..sharding.ownership import Block
 from .manage import ManagedWeight
 

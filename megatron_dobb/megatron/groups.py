@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import DobbConfig
+from ..methods.dobb.settings import DobbConfig
 from .manage import ChunkPlan
 from .shapes import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..capture import Source
-from ..config import Asked, DobbConfig
+from ..methods.dobb.capture import Source
+from ..methods.dobb.settings import Asked, DobbConfig
 from .adapters import SEQUENCE_DIM, Adapter, Geometry, find, imported_class, matrix_of
 from .names import global_names, kind_of, weight_names
 from .shapes import BlockedWeight, alignment, check_outputs_seen, choose_width

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ..config import DobbConfig
-from ..exchange import RefreshCounts, RefreshGroup
+from ..methods.dobb.refresh_group import RefreshCounts, RefreshGroup
+from ..methods.dobb.settings import DobbConfig
 from .checkpoint import Report
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import reference
-from ..reference import Segment
+from ..methods.dobb import update
+from ..methods.dobb.update import Segment
 from .groups import Ranks
 from .manage import ManagedWeight
 
@@ -61,14 +61,14 @@ class ColumnNorms:
         for flat in self.sums.values():
             flat.zero_()
         for segment, gradient in zip(segments, gradients, strict=True):
-            squares = reference.column_squares(segment, gradient, momentum=momentum, nesterov=nesterov)
+            squares = update.column_squares(segment, gradient, momentum=momentum, nesterov=nesterov)
             self._of(segment.name)[self.held[segment.name]] = squares
         for ranks, flat in self.sums.items():
             group = self.groups[ranks]
             if group is not None:
                 dist.all_reduce(flat, group=group)
         return [
-            reference.column_scales(self._of(segment.name)[self.held[segment.name]], segment.column_length)
+            update.column_scales(self._of(segment.name)[self.held[segment.name]], segment.column_length)
             for segment in segments
         ]
 

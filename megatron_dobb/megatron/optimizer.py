@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops, reference
-from ..capture import Capture, MomentSum
-from ..config import DobbConfig
 from ..errors import ConfigError
-from ..exchange import HeldWeight, RefreshCounts
-from ..schedule import is_due, phases
+from ..methods.dobb import kernels, update
+from ..methods.dobb.capture import Capture, MomentSum
+from ..methods.dobb.refresh_group import HeldWeight, RefreshCounts
+from ..methods.dobb.schedule import is_due, phases
+from ..methods.dobb.settings import DobbConfig
 from ..sharding.ownership import work
 from .diagnostics import Diagnostics
 from .groups import MomentGroups
@@ -55,7 +55,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         self.refresh_is_asked = False
         self.captures = []
         self.refreshes = Refreshes(self.dobb, [], Diagnostics(), is_expert=False, worker=None)
-        self._pending: ops.Pending = []
+        self._pending: kernels.Pending = []
         self.refresh_groups = []
         self.segments = []
         self.shards = []
@@ -221,7 +221,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             self.optimizer.state[shard][MOMENTUM] = momentum
             weight = managed[name]
             self.segments[index].append(
-                reference.Segment(
+                update.Segment(
                     name,
                     weight.shard(*cut_of[name]),
                     weight.geometry.rows,
@@ -284,9 +284,9 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             return super().step_with_ready_grads()
         self._follow_moved_state()
         gradients = [[_gradient(shard) for shard in shards] for shards in self.shards]
-        ops.check(self._pending)
+        kernels.check(self._pending)
         self._pending = []
-        reference.check_finite(
+        update.check_finite(
             [s.name for segments in self.segments for s in segments],
             [g for group in gradients for g in group],
         )
@@ -297,7 +297,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         for group, segments, group_gradients, group_scales in zip(
             self.optimizer.param_groups, self.segments, gradients, scales, strict=True
         ):
-            self._pending += ops.update(
+            self._pending += kernels.update(
                 segments,
                 group_gradients,
                 learning_rate=group["lr"],
@@ -341,7 +341,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             for segment, gradient in zip(segments, of_group, strict=True):
                 weight = self.managed[segment.name]
                 held = weight.held_blocks(*self.cut_of[segment.name])
-                total = ops.gradient_gram(segment, gradient, weight.local_blocks, held, self.dobb.backend)
+                total = kernels.gradient_gram(segment, gradient, weight.local_blocks, held, self.dobb.backend)
                 # Entries of the whole gradient, also where other tensor-parallel ranks have blocks of their own.
                 entries = gradient.numel() * (weight.features // (weight.local_blocks * weight.width))
                 sums[segment.name] = MomentSum(total, entries, calls=1)

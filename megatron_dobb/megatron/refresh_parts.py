@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..background.side_stream import Task
-from ..capture import MomentSum
-from ..config import DobbConfig
 from ..errors import CaptureError
-from ..exchange import RefreshCounts, RefreshGroup
+from ..methods.dobb.capture import MomentSum
+from ..methods.dobb.refresh_group import RefreshCounts, RefreshGroup
+from ..methods.dobb.settings import DobbConfig
 from .diagnostics import Diagnostics
 
 Launcher = Literal["worker", "program"]

@@ -33,12 +33,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import schedule
 from ..background.side_stream import Task, Worker
-from ..capture import Capture, MomentSum, scale_sums
-from ..config import DTYPES, DobbConfig
-from ..exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
-from ..orthogonalize import products_are_exact
+from ..methods.dobb import schedule
+from ..methods.dobb.capture import Capture, MomentSum, scale_sums
+from ..methods.dobb.orthogonalize import products_are_exact
+from ..methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
+from ..methods.dobb.settings import DTYPES, DobbConfig
 from .diagnostics import Diagnostics, step_number
 from .groups import Ranks
 from .messages import log_refresh, say

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..costs import RankCosts, Transient, WidthCosts, momentum_costs, refresh_costs, transient_peak
-from ..exchange import RefreshGroup
+from ..methods.dobb.footprint import RankCosts, Transient, WidthCosts, momentum_costs, refresh_costs, transient_peak
+from ..methods.dobb.refresh_group import RefreshGroup
 from ..sharding.ownership import imbalance
 from .manage import ChunkPlan, ManagedWeight
 from .messages import say

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from torch import Tensor
 
-from ..capture import Capture
-from ..config import DobbConfig
 from ..errors import CheckpointError
-from ..exchange import RefreshGroup
-from ..reference import Segment
+from ..methods.dobb.capture import Capture
+from ..methods.dobb.refresh_group import RefreshGroup
+from ..methods.dobb.settings import DobbConfig
+from ..methods.dobb.update import Segment
 from .arguments import OPTIMIZER
 from .checkpoint import StateOfBlocks, WeightInModel
 from .groups import Ranks

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..config import DobbConfig
 from ..errors import CheckpointError
+from ..methods.dobb.settings import DobbConfig
 from .manage import fewer_features_than_blocks
 
 FORMAT_VERSION = 2

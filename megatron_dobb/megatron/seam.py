@@ -9,8 +9,8 @@ import logging
 from types import ModuleType
 from typing import Any
 
-from ..config import DobbConfig
 from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..methods.dobb.settings import DobbConfig
 from ..post_import import Patch, after_import
 from ..sharding import buffer_layout
 from . import compat, configs

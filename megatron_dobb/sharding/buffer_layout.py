@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..blocks import Shard, suggest_widths
 from ..errors import LayoutError
+from ..methods.dobb.blocks import Shard, suggest_widths
 
 START_MULTIPLE = 64
 """Elements to which Megatron aligns the start of every parameter (`pad_param_start`)."""

@@ -14,7 +14,7 @@ from layout_runs import SEQUENCES, Layout, Run, global_batch, start
 from whole_model import is_expert
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.schedule import is_due
+from megatron_dobb.methods.dobb.schedule import is_due
 from testbed import gpt
 
 STEPS, BLOCKS, CAPTURED, BETA = 20, 4, 10, 0.95

@@ -46,9 +46,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules  # noqa: E402
 
 import testbed.mamba  # noqa: E402
-from megatron_dobb.config import DobbConfig  # noqa: E402
 from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.names import weight_names  # noqa: E402
+from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt  # noqa: E402
 from testbed.attention import PlainAttention  # noqa: E402
 

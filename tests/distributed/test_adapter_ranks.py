@@ -18,11 +18,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from megatron_dobb.capture import Capture, Source  # noqa: E402
-from megatron_dobb.config import DobbConfig  # noqa: E402
 from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.adapters import SEQUENCE_DIM, Adapter, Geometry, find, register  # noqa: E402
 from megatron_dobb.megatron.manage import manage  # noqa: E402
+from megatron_dobb.methods.dobb.capture import Capture, Source  # noqa: E402
+from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
 LENGTH, BATCH, INPUTS, OUTPUTS, WIDTH = 6, 2, 16, 12, 4

@@ -11,9 +11,9 @@ from global_form import merge
 from layout_runs import Layout, Run, start
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.capture import MomentSum
-from megatron_dobb.exchange import HeldWeight, RefreshGroup, share_out
-from megatron_dobb.moment import gram
+from megatron_dobb.methods.dobb.capture import MomentSum
+from megatron_dobb.methods.dobb.moment import gram
+from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshGroup, share_out
 from megatron_dobb.sharding import load_balancing
 from testbed import processes
 

@@ -14,7 +14,7 @@ from global_form import join_shards
 from layout_runs import Layout, Run, start
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.schedule import is_due
+from megatron_dobb.methods.dobb.schedule import is_due
 from testbed import processes
 
 STEPS, BLOCKS, CAPTURED = 20, 4, 19

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from emulation.emulated import SCHEDULES, Device, Harness, Misaligned, Schedule
-from megatron_dobb import reference
-from megatron_dobb.reference import Segment
+from megatron_dobb.methods.dobb import update as reference
+from megatron_dobb.methods.dobb.update import Segment
 
 
 def update(

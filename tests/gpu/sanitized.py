@@ -2,9 +2,9 @@
 
 import torch
 
-from megatron_dobb import ops
-from megatron_dobb.blocks import Shard
-from megatron_dobb.reference import Segment
+from megatron_dobb.methods.dobb import kernels
+from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.methods.dobb.update import Segment
 
 SETTINGS = {"learning_rate": 0.03, "weight_decay": 0.1, "momentum": 0.95, "nesterov": False, "update_scale": 0.2}
 
@@ -23,13 +23,17 @@ def main() -> None:
             for skip in (0, 1):
                 for precision in ("exact", "bf16"):
                     made, gradient = a_segment(width, basis_dtype, skip)
-                    ops.check(ops.update([made], [gradient], **SETTINGS, precision=precision, backend="extension"))
+                    kernels.check(
+                        kernels.update([made], [gradient], **SETTINGS, precision=precision, backend="extension")
+                    )
                 scales = torch.ones(2, width, device="cuda")
-                ops.check(ops.update([made], [gradient], **SETTINGS, column_scales=[scales], backend="extension"))
+                kernels.check(
+                    kernels.update([made], [gradient], **SETTINGS, column_scales=[scales], backend="extension")
+                )
         total = torch.zeros(2, width, width, device="cuda")
-        ops.gram_(total, torch.randn(70, 2 * width, device="cuda").bfloat16(), width)
+        kernels.gram_(total, torch.randn(70, 2 * width, device="cuda").bfloat16(), width)
     torch.cuda.synchronize()
-    print("kernels run:", dict(ops.kernels_run))
+    print("kernels run:", dict(kernels.kernels_run))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_dobb import ops
 from megatron_dobb.kernels import extension
+from megatron_dobb.methods.dobb import kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,18 +37,18 @@ def test_gram_on_a_gpu_gives_the_same_bits_again():
     x = torch.randn(5000, 512, device="cuda").bfloat16()
     totals = torch.zeros(20, 4, 128, 128, device="cuda")
     for total in totals:
-        ops.gram_(total, x, 128)
+        kernels.gram_(total, x, 128)
     assert (totals == totals[0]).all()
 
 
 def test_gram_on_a_gpu_can_be_captured_in_a_graph():
     x = torch.randn(300, 128, device="cuda").bfloat16()
     total = torch.zeros(2, 64, 64, device="cuda")
-    ops.gram_(total, x, 64)
+    kernels.gram_(total, x, 64)
     once = total.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.gram_(total, x, 64)
+        kernels.gram_(total, x, 64)
     total.zero_()
     graph.replay()
     assert torch.equal(total, once)

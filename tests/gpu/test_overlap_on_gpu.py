@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dobb.background.side_stream import Worker
-from megatron_dobb.capture import MomentSum
-from megatron_dobb.exchange import HeldWeight, RefreshGroup, share_out
+from megatron_dobb.methods.dobb.capture import MomentSum
+from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshGroup, share_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dobb.orthogonalize import MAX_ERROR, refresh_basis
+from megatron_dobb.methods.dobb.orthogonalize import MAX_ERROR, refresh_basis
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

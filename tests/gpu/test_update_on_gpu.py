@@ -20,10 +20,10 @@ from unit.update_cases import (
     segment,
 )
 
-from megatron_dobb import ops
-from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError
 from megatron_dobb.kernels import extension
+from megatron_dobb.methods.dobb import kernels
+from megatron_dobb.methods.dobb.blocks import Shard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def back(case):
 
 
 def step(case, **more):
-    ops.check(ops.update(case.segments, case.gradients, **SETTINGS | more, backend="extension"))
+    kernels.check(kernels.update(case.segments, case.gradients, **SETTINGS | more, backend="extension"))
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,7 +136,7 @@ def test_a_step_can_be_captured_in_a_graph(width):
     step(on_gpu(copied(case)))  # whatever the first call sets up
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.update(captured.segments, captured.gradients, **SETTINGS, backend="extension")
+        kernels.update(captured.segments, captured.gradients, **SETTINGS, backend="extension")
     graph.replay()
     for a, b in zip(eager.segments, captured.segments, strict=True):
         assert torch.equal(a.weight, b.weight)
@@ -151,7 +151,7 @@ def test_a_step_does_not_wait_for_the_gpu(width):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ops.update(case.segments, case.gradients, **SETTINGS, backend="extension")
+        kernels.update(case.segments, case.gradients, **SETTINGS, backend="extension")
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -17,10 +17,10 @@ megatron_dobb.install()
 from megatron.training import arguments, training, yaml_arguments  # noqa: E402  (imported after the patches)
 
 from megatron_dobb import DobbConfig  # noqa: E402
-from megatron_dobb.config import flag  # noqa: E402
 from megatron_dobb.errors import ConfigError, UnsupportedError  # noqa: E402
 from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.arguments import REFUSALS, refuse_unsupported  # noqa: E402
+from megatron_dobb.methods.dobb.settings import flag  # noqa: E402
 
 WITHOUT_OPTIMIZER = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

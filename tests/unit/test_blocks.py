@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dobb.blocks import Shard, block_width, suggest_widths, workable_counts
 from megatron_dobb.errors import BlockError
+from megatron_dobb.methods.dobb.blocks import Shard, block_width, suggest_widths, workable_counts
 
 
 @st.composite

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_dobb.capture import Capture, Source
 from megatron_dobb.errors import CaptureError
+from megatron_dobb.methods.dobb.capture import Capture, Source
 
 FEATURES, WIDTH, TOKENS = 8, 4, 3
 

@@ -9,10 +9,11 @@ from small_mlp import BLOCKS, LAYERS, assert_same, backward, batch, mlp, tensors
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from megatron_dobb import Dobb, ops
-from megatron_dobb.blocks import Shard
+from megatron_dobb import Dobb
 from megatron_dobb.errors import CaptureError
-from megatron_dobb.reference import Segment
+from megatron_dobb.methods.dobb import kernels as ops
+from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.methods.dobb.update import Segment
 
 STEPS = 5  # of which the first, third and fifth refresh
 

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.config import flag, matches
 from megatron_dobb.errors import ConfigError
+from megatron_dobb.methods.dobb.settings import flag, matches
 
 PRINCIPAL_CONFIGURATION = {
     "blocks": 16,

@@ -6,8 +6,8 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dobb import costs
-from megatron_dobb.exchange import COUNTS_BYTES
+from megatron_dobb.methods.dobb import footprint
+from megatron_dobb.methods.dobb.refresh_group import COUNTS_BYTES
 from megatron_dobb.sharding.ownership import FlatExchange, Ownership
 
 MOMENT_BYTES, BASIS_BYTES = 4, 2
@@ -32,7 +32,7 @@ def holdings(draw):
 def test_costs_of_every_rank_are_those_of_owners_and_exchange(case):
     held, weights, widths = case
     ownership = Ownership.share_out(held, widths)
-    found = costs.refresh_costs(ownership, weights, moment_bytes=MOMENT_BYTES, basis_bytes=BASIS_BYTES)
+    found = footprint.refresh_costs(ownership, weights, moment_bytes=MOMENT_BYTES, basis_bytes=BASIS_BYTES)
     assert set(found) == set(widths.values())
     for width, of_width in found.items():
         keys = sorted(key for key in weights if widths[key] == width)
@@ -62,19 +62,19 @@ def test_costs_of_every_rank_are_those_of_owners_and_exchange(case):
 
 
 def test_costs_add_up():
-    a, b = costs.momentum_costs(10), costs.RankCosts(moments=3, bases=2, reduced=5, to_owners=7, counts=1)
+    a, b = footprint.momentum_costs(10), footprint.RankCosts(moments=3, bases=2, reduced=5, to_owners=7, counts=1)
     assert (a + b).state == 45
     assert (a + b).refresh == 13
 
 
 def test_what_waits_to_be_renewed_counts_where_groups_or_chunks_are_reduced_first():
-    small, large = costs.Transient(10, 16, 5, 3), costs.Transient(10, 30, 5, 3)
-    assert costs.transient_peak([[small, large]]) == costs.transient_peak([[small], [large]]) == 30
-    assert costs.transient_peak([[small, large]], reduced_first=True) == 30 + 5
-    assert costs.transient_peak([[small], [large]], reduced_first=True) == 30 + 5 + 3, "it may be at work"
-    assert costs.transient_peak([[costs.Transient(1, 1, 5, 9)] * 2], reduced_first=True) == 5 + 5 + 9
+    small, large = footprint.Transient(10, 16, 5, 3), footprint.Transient(10, 30, 5, 3)
+    assert footprint.transient_peak([[small, large]]) == footprint.transient_peak([[small], [large]]) == 30
+    assert footprint.transient_peak([[small, large]], reduced_first=True) == 30 + 5
+    assert footprint.transient_peak([[small], [large]], reduced_first=True) == 30 + 5 + 3, "it may be at work"
+    assert footprint.transient_peak([[footprint.Transient(1, 1, 5, 9)] * 2], reduced_first=True) == 5 + 5 + 9
 
 
 def test_costs_need_no_torch():
-    code = "import sys, megatron_dobb.costs; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_dobb.methods.dobb.footprint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

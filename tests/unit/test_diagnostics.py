@@ -7,9 +7,10 @@ import torch
 from test_variants import BLOCKS, KINDS, MU, TAU, optimizer_of
 from torch import nn
 
-from megatron_dobb import Dobb, diagnostics
-from megatron_dobb.diagnostics import Sums
+from megatron_dobb import Dobb
 from megatron_dobb.errors import ConfigError
+from megatron_dobb.methods.dobb import metrics
+from megatron_dobb.methods.dobb.metrics import Sums
 
 NAMES = ("0.weight", "2.weight")
 METRICS = {"update_rms", "orthogonality", "update_effective_rank"}
@@ -114,32 +115,32 @@ def test_orthogonality_and_effective_rank_are_those_of_table_1(percent, exponent
     torch.manual_seed(0)
     values = torch.arange(1, 769, dtype=torch.float64) ** -exponent
     left, right = (torch.linalg.qr(torch.randn(768, 768, dtype=torch.float64))[0] for _ in range(2))
-    found = diagnostics.singular_values(left * values @ right)
-    assert diagnostics.orthogonality(found) == pytest.approx(orthogonality, abs=2e-3)
-    assert diagnostics.effective_rank(found) / 768 == pytest.approx(percent / 100, abs=2e-3)
+    found = metrics.singular_values(left * values @ right)
+    assert metrics.orthogonality(found) == pytest.approx(orthogonality, abs=2e-3)
+    assert metrics.effective_rank(found) / 768 == pytest.approx(percent / 100, abs=2e-3)
     assert torch.allclose(found, torch.linalg.svdvals(left * values @ right).flip(0), rtol=1e-8)
 
 
 def test_extremes():
     orthonormal = torch.linalg.qr(torch.randn(20, 8))[0]
     for matrix in (orthonormal, orthonormal.t()):
-        values = diagnostics.singular_values(matrix)
-        assert diagnostics.orthogonality(values) == pytest.approx(1, rel=1e-6)
-        assert diagnostics.effective_rank(values) == pytest.approx(8, rel=1e-6)
-    one = diagnostics.singular_values(torch.ones(9, 4))
-    assert diagnostics.orthogonality(one) == pytest.approx(0.5, rel=1e-6)
-    assert diagnostics.effective_rank(one) == pytest.approx(1, rel=1e-6)
+        values = metrics.singular_values(matrix)
+        assert metrics.orthogonality(values) == pytest.approx(1, rel=1e-6)
+        assert metrics.effective_rank(values) == pytest.approx(8, rel=1e-6)
+    one = metrics.singular_values(torch.ones(9, 4))
+    assert metrics.orthogonality(one) == pytest.approx(0.5, rel=1e-6)
+    assert metrics.effective_rank(one) == pytest.approx(1, rel=1e-6)
     for hopeless in (torch.zeros(3, 5), torch.full((3, 5), torch.nan), torch.full((5, 3), torch.inf)):
-        assert diagnostics.metrics(diagnostics.sums_of_spectrum(hopeless)) == {}
-    assert diagnostics.metrics(diagnostics.sums_of_moment(torch.zeros(2, 4, 4), torch.eye(4).repeat(2, 1, 1))) == {}
+        assert metrics.metrics(metrics.sums_of_spectrum(hopeless)) == {}
+    assert metrics.metrics(metrics.sums_of_moment(torch.zeros(2, 4, 4), torch.eye(4).repeat(2, 1, 1))) == {}
 
 
 def test_a_rotation_is_the_angle_up_to_sign_even_if_tiny():
     for angle in (0.0, 1e-7, 0.3, math.pi / 2):
         c, s = math.cos(angle), math.sin(angle)
         turned = torch.tensor([[c, -s], [s, c]], dtype=torch.float64) * torch.tensor([1.0, -1.0])
-        sums = diagnostics.sums_of_rotation(torch.eye(2)[None], turned[None])
-        assert diagnostics.metrics(sums) == {"refresh_rotation": pytest.approx(angle, rel=1e-9, abs=1e-12)}
+        sums = metrics.sums_of_rotation(torch.eye(2)[None], turned[None])
+        assert metrics.metrics(sums) == {"refresh_rotation": pytest.approx(angle, rel=1e-9, abs=1e-12)}
 
 
 def test_parts_add_up_to_the_whole_in_any_order_and_however_often_all_are_added():
@@ -149,22 +150,22 @@ def test_parts_add_up_to_the_whole_in_any_order_and_however_often_all_are_added(
     basis, turned = torch.linalg.qr(bases)[0]
     parts = []
     for k in range(6):
-        part = diagnostics.sums_of_moment(moment[k : k + 1], basis[k : k + 1])
-        part.add(diagnostics.sums_of_rotation(basis[k : k + 1], turned[k : k + 1]))
+        part = metrics.sums_of_moment(moment[k : k + 1], basis[k : k + 1])
+        part.add(metrics.sums_of_rotation(basis[k : k + 1], turned[k : k + 1]))
         parts.append({"w": part})
     parts.append({"w": Sums(orthogonality=0.5, update_rank=0.25)})
-    whole = diagnostics.sums_of_moment(moment, basis)
-    whole.add(diagnostics.sums_of_rotation(basis, turned))
-    expected = diagnostics.metrics(whole) | {"orthogonality": 0.5, "update_effective_rank": 0.25}
-    assert diagnostics.metrics(diagnostics.merge(parts)["w"]) == pytest.approx(expected, rel=1e-12)
-    assert diagnostics.metrics(diagnostics.merge(parts[::-1] * 3)["w"]) == pytest.approx(expected, rel=1e-12)
+    whole = metrics.sums_of_moment(moment, basis)
+    whole.add(metrics.sums_of_rotation(basis, turned))
+    expected = metrics.metrics(whole) | {"orthogonality": 0.5, "update_effective_rank": 0.25}
+    assert metrics.metrics(metrics.merge(parts)["w"]) == pytest.approx(expected, rel=1e-12)
+    assert metrics.metrics(metrics.merge(parts[::-1] * 3)["w"]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_every_weight_has_its_turn():
     names = ["a", "b", "c", "d", "e"]
-    assert [diagnostics.in_turn(names, log, 2) for log in range(3)] == [["a", "b"], ["c", "d"], ["e", "a"]]
-    assert diagnostics.in_turn(["a"], 7, 2) == ["a"]
-    assert diagnostics.in_turn([], 7, 2) == []
+    assert [metrics.in_turn(names, log, 2) for log in range(3)] == [["a", "b"], ["c", "d"], ["e", "a"]]
+    assert metrics.in_turn(["a"], 7, 2) == ["a"]
+    assert metrics.in_turn([], 7, 2) == []
 
 
 def train(steps=7, **settings):
@@ -195,7 +196,7 @@ def test_without_patterns_all_weights_are_logged_and_two_spectra_at_a_time():
     looked_at = [[name for name in log if name.startswith("dobb/orthogonality/")] for log in logs.values()]
     assert [len(names) for names in looked_at] == [2, 2, 2]
     assert len({name for names in looked_at for name in names}) == 5
-    assert all(list(log)[:6] == [f"dobb/{metric}" for metric in diagnostics.METRICS] for log in logs.values())
+    assert all(list(log)[:6] == [f"dobb/{metric}" for metric in metrics.METRICS] for log in logs.values())
     for log in logs.values():
         assert sum(name.startswith("dobb/update_rms/") for name in log) == 5
     only = {}
@@ -210,7 +211,7 @@ def test_nothing_is_computed_on_other_steps(monkeypatch):
         raise AssertionError("diagnostics were computed")
 
     for name in ("sums_of_step", "sums_of_moment", "sums_of_rotation", "sums_of_spectrum", "update_direction"):
-        monkeypatch.setattr(diagnostics, name, fail)
+        monkeypatch.setattr(metrics, name, fail)
     train()
     # The log after step 9 looks at the refresh before step 7, and at no other; that after step 10 at its own.
     train(steps=9, diagnostics=print, log_diagnostics_interval=10)

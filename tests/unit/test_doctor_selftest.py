@@ -5,13 +5,13 @@ import types
 import pytest
 from doctors_findings import found, only
 
-from megatron_dobb import ops
 from megatron_dobb.doctor import selftest
 from megatron_dobb.doctor.findings import usable
+from megatron_dobb.methods.dobb import kernels
 
 
 def test_an_update_with_one_wrong_sign_fails_the_self_test(monkeypatch):
-    real = ops.update
+    real = kernels.update
 
     def wrong(segments, gradients, **settings):
         pending = real(segments, gradients, **settings)
@@ -20,15 +20,15 @@ def test_an_update_with_one_wrong_sign_fails_the_self_test(monkeypatch):
         return pending
 
     assert found("kernels")[0].state == "ok"
-    monkeypatch.setattr(ops, "update", wrong)
+    monkeypatch.setattr(kernels, "update", wrong)
     findings = found("kernels")
     assert "a weight is off by" in findings[0].text
     assert not usable(findings)
 
 
 def test_a_momentum_that_is_off_fails_the_self_test(monkeypatch):
-    real = ops.update
-    monkeypatch.setattr(ops, "update", lambda *given, **settings: real(*given, **(settings | {"momentum": 0.951})))
+    real = kernels.update
+    monkeypatch.setattr(kernels, "update", lambda *given, **settings: real(*given, **(settings | {"momentum": 0.951})))
     assert "its momentum is off by more than rounding" in only(found("kernels"), "failure").text
 
 
@@ -38,7 +38,7 @@ def test_a_refresh_that_orthonormalises_nothing_or_does_nothing_fails_the_self_t
         return types.SimpleNamespace(basis={"moment": moment, "basis": basis}[returned])
 
     assert found("refresh")[0].state == "ok"
-    monkeypatch.setattr(ops, "refresh_basis", wrong)
+    monkeypatch.setattr(kernels, "refresh_basis", wrong)
     assert found("refresh")[0].state == "failure"
 
 

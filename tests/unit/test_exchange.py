@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from megatron_dobb.capture import MomentSum
 from megatron_dobb.errors import CaptureError, LayoutError
-from megatron_dobb.exchange import HeldWeight, RefreshCounts, RefreshGroup, share_out
-from megatron_dobb.moment import gram
-from megatron_dobb.orthogonalize import orthonormality_error
+from megatron_dobb.methods.dobb.capture import MomentSum
+from megatron_dobb.methods.dobb.moment import gram
+from megatron_dobb.methods.dobb.orthogonalize import orthonormality_error
+from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
 
 WIDTH = 4
 HOW = {"beta": 0.9, "method": "householder", "iterations": 1}

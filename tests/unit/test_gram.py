@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_cases import WIDTHS
 
-from megatron_dobb import moment, ops
 from megatron_dobb.errors import BlockError
+from megatron_dobb.methods.dobb import kernels, moment
 
 
 @needs_extension
@@ -77,10 +77,10 @@ def test_gram_names_a_wrong_argument(total, activations, width, message):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gram_takes_any_leading_shape_and_dtype(dtype):
     x, total = torch.randn(3, 5, 12).to(dtype), torch.ones(3, 4, 4)
-    ops.gram_(total, x, 4)
+    kernels.gram_(total, x, 4)
     torch.testing.assert_close(total, 1 + moment.gram(x, 4), rtol=1e-5, atol=1e-5)
     with pytest.raises(BlockError, match="block width 5 does not divide the 12 features"):
-        ops.gram_(total, x, 5)
+        kernels.gram_(total, x, 5)
 
 
 # In a process of its own: the test bed, which other tests use, makes devices of type cuda stand for the CPU.
@@ -130,7 +130,7 @@ def test_one_feature_may_have_any_stride():
     x = torch.randn(1, 5).t()
     assert x.shape == (5, 1)
     total = torch.zeros(1, 1, 1)
-    ops.gram_(total, x, 1)
+    kernels.gram_(total, x, 1)
     torch.testing.assert_close(total.flatten(), (x * x).sum().reshape(1))
 
 

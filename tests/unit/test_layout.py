@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from model_shapes import MODELS, WIDE_UNITS
 
 import megatron_dobb.sharding.buffer_layout
-from megatron_dobb.blocks import SMALL_UNIT, Shard, suggest_widths
 from megatron_dobb.errors import LayoutError
+from megatron_dobb.methods.dobb.blocks import SMALL_UNIT, Shard, suggest_widths
 from megatron_dobb.sharding.buffer_layout import (
     MAX_ALIGNMENT_UNIT,
     BufferLayout,

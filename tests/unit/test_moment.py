@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_dobb.errors import BlockError
-from megatron_dobb.moment import fold, gram, pack_triangle, refresh_, unpack_triangle
+from megatron_dobb.methods.dobb.moment import fold, gram, pack_triangle, refresh_, unpack_triangle
 
 BETA = 0.95
 METHODS = ("householder", "cholesky", "eigh")

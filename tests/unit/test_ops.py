@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_cases import SETTINGS, Case, cases, check_against_float64, copied, in_float64, segment, signs_of
 
-from megatron_dobb import ops, reference
-from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError, UnsupportedError
 from megatron_dobb.kernels import extension
+from megatron_dobb.methods.dobb import kernels
+from megatron_dobb.methods.dobb import update as reference
+from megatron_dobb.methods.dobb.blocks import Shard
 
 
 @needs_extension
@@ -26,7 +27,7 @@ def test_signs_momentum_and_update_agree_with_float64(kernel, case, nesterov, le
     C.choose_cpu_kernel(kernel)
     options = SETTINGS | {"nesterov": nesterov, "learning_rate": learning_rate}
     after = copied(case)
-    ops.update(after.segments, after.gradients, **options, backend="extension")
+    kernels.update(after.segments, after.gradients, **options, backend="extension")
     check_against_float64(case, after, options)
 
 
@@ -39,7 +40,7 @@ def test_ordinary_widths_with_many_rows_agree_with_float64(kernel, width, precis
     made, gradient = segment(Shard(0, 300 * 2 * width, 2 * width, width), seed=width, by=1)
     case = Case([made], [gradient])
     after = copied(case)
-    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension", precision=precision)
+    kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension", precision=precision)
     check_against_float64(case, after, SETTINGS)
 
 
@@ -51,7 +52,7 @@ def test_every_wrap_around_a_row_end_uses_the_right_basis(start, blocks):
     made, gradient = segment(Shard(start * width, (start + blocks) * width, 6 * width, width), seed=blocks)
     case = Case([made], [gradient])
     after = copied(case)
-    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+    kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension")
     check_against_float64(case, after, SETTINGS)
 
 
@@ -62,9 +63,9 @@ def test_ten_thousand_segments_of_several_widths_go_in_one_call(kernel):
     made = [segment(Shard(0, 4 * width, 2 * width, width), seed=i) for i in range(2500) for width in (1, 3, 8, 20)]
     case = Case([s for s, _ in made], [g for _, g in made])
     after, expected = copied(case), copied(case)
-    ops.kernels_run.clear()
-    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
-    assert ops.kernels_run == {kernel: 10_000}
+    kernels.kernels_run.clear()
+    kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+    assert kernels.kernels_run == {kernel: 10_000}
     reference.update(expected.segments, expected.gradients, **SETTINGS)
     flips = 0
     for ours, theirs in zip(after.segments, expected.segments, strict=True):
@@ -84,7 +85,7 @@ def test_fewer_than_one_sign_in_100_000_differs_from_float64_on_realistic_moment
     made.weight.zero_()
     case = Case([made], [gradient])
     after = copied(case)
-    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+    kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension")
     _, coefficients, _, _ = in_float64(made, gradient, SETTINGS)
     signs = signs_of(made, after.segments[0].weight, SETTINGS).round()
     assert (signs != coefficients.sign()).double().mean() < 1e-5
@@ -105,7 +106,7 @@ def test_a_zero_coefficient_moves_nothing(kernel, width):
         grid[:, dead] = 0
         grid[7] = 0
     before = made.weight.clone()
-    ops.update([made], [gradient], **(SETTINGS | {"weight_decay": 0.0}), backend="extension")
+    kernels.update([made], [gradient], **(SETTINGS | {"weight_decay": 0.0}), backend="extension")
     old, new = before.view(20, -1), made.weight.view(20, -1)
     assert torch.equal(new[7], old[7])
     assert torch.equal(new[:, dead], old[:, dead])
@@ -121,7 +122,7 @@ def test_a_coefficient_that_is_not_finite_is_counted_raised_and_leaves_nan(kerne
     made, gradient = segment(Shard(0, 30 * 3 * width, 3 * width, width), seed=4)
     gradient.view(30, 3, width)[11, 1, 5] = value
     with pytest.raises(NonFiniteError, match=rf"^{width} coefficients of the momentum were not.* in weight4: NaN"):
-        ops.update([made], [gradient], **SETTINGS, backend="extension")
+        kernels.update([made], [gradient], **SETTINGS, backend="extension")
     finite = made.weight.isfinite().view(30, 3, width)
     assert not finite[11, 1].any()
     assert finite.sum() == made.weight.numel() - width
@@ -133,7 +134,7 @@ def test_copies_receive_the_rounded_weights(width):
     made = [segment(Shard(0, 9 * width, 3 * width, width), seed=i) for i in range(3)]
     copies = [torch.zeros(9 * width, dtype=torch.bfloat16), None, torch.zeros(9 * width, dtype=torch.bfloat16)]
     segments = [s for s, _ in made]
-    ops.update(segments, [g for _, g in made], **SETTINGS, backend="extension", copies=copies)
+    kernels.update(segments, [g for _, g in made], **SETTINGS, backend="extension", copies=copies)
     for i in (0, 2):
         assert torch.equal(copies[i], segments[i].weight.bfloat16())
 
@@ -147,7 +148,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
         for number in (1, 2, 3):
             torch.set_num_threads(number)
             after = copied(case)
-            ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+            kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension")
             results.append(after.segments[0].weight)
     finally:
         torch.set_num_threads(threads)
@@ -241,7 +242,7 @@ def test_a_wrong_argument_is_named_with_what_was_expected(changes, message):
 
 def without_extension(monkeypatch):
     monkeypatch.setattr(extension, "load", lambda: extension.Loaded(None, "it was not built"))
-    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(kernels, "_warned", set())
 
 
 def test_a_missing_extension_is_one_warning_and_the_reference(monkeypatch, recwarn):
@@ -250,7 +251,7 @@ def test_a_missing_extension_is_one_warning_and_the_reference(monkeypatch, recwa
     case = Case([made], [gradient])
     ours, theirs = copied(case), copied(case)
     for _ in range(2):
-        ops.update(ours.segments, ours.gradients, **SETTINGS)
+        kernels.update(ours.segments, ours.gradients, **SETTINGS)
         reference.update(theirs.segments, theirs.gradients, **SETTINGS)
     assert torch.equal(ours.segments[0].weight, theirs.segments[0].weight)
     messages = [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
@@ -263,16 +264,16 @@ def test_asking_for_a_missing_extension_is_an_error(monkeypatch):
     made, gradient = segment(Shard(0, 48, 16, 8), seed=8)
     before = made.momentum.clone()
     with pytest.raises(UnsupportedError, match=r"--dobb-backend extension cannot run on cpu: it was not built\. Use"):
-        ops.update([made], [gradient], **SETTINGS, backend="extension")
+        kernels.update([made], [gradient], **SETTINGS, backend="extension")
     assert torch.equal(made.momentum, before)
 
 
 def test_the_reference_on_request_neither_warns_nor_runs_a_kernel(monkeypatch, recwarn):
     without_extension(monkeypatch)
     made, gradient = segment(Shard(0, 48, 16, 8), seed=9)
-    ops.kernels_run.clear()
-    ops.update([made], [gradient], **SETTINGS, backend="reference")
-    assert ops.kernels_run == {"reference": 1}
+    kernels.kernels_run.clear()
+    kernels.update([made], [gradient], **SETTINGS, backend="reference")
+    assert kernels.kernels_run == {"reference": 1}
     assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
 
 
@@ -280,19 +281,19 @@ def test_the_reference_on_request_neither_warns_nor_runs_a_kernel(monkeypatch, r
 def test_float64_weights_take_the_reference_unless_the_extension_was_asked_for():
     made, gradient = segment(Shard(0, 48, 16, 8), seed=10)
     made = dataclasses.replace(made, weight=made.weight.double())
-    ops.kernels_run.clear()
-    ops.update([made], [gradient], **SETTINGS)
-    assert ops.kernels_run == {"reference": 1}
+    kernels.kernels_run.clear()
+    kernels.update([made], [gradient], **SETTINGS)
+    assert kernels.kernels_run == {"reference": 1}
     with pytest.raises(UnsupportedError, match=r"cannot update weight10 in torch\.float64: it works on fp32"):
-        ops.update([made], [gradient], **SETTINGS, backend="extension")
+        kernels.update([made], [gradient], **SETTINGS, backend="extension")
 
 
 def test_nothing_to_do_is_no_call(monkeypatch):
-    ops.update([], [], **SETTINGS)
+    kernels.update([], [], **SETTINGS)
     made, gradient = segment(Shard(16, 16, 16, 8), seed=11)
-    ops.kernels_run.clear()
-    assert ops.update([made], [gradient], **SETTINGS) == []
-    assert not ops.kernels_run
+    kernels.kernels_run.clear()
+    assert kernels.update([made], [gradient], **SETTINGS) == []
+    assert not kernels.kernels_run
 
 
 def test_the_extension_is_there_unless_nothing_can_build_it():
@@ -330,7 +331,7 @@ def test_memory_that_is_written_and_used_twice_is_refused_by_name(shared):
     else:
         segments, gradients = [made, made], [gradient, gradient]
     with pytest.raises(ValueError, match=r"dobb::update: \w+\[\d\] and \w+\[\d\] share memory"):
-        ops.update(segments, gradients, **SETTINGS, backend="extension", copies=copies)
+        kernels.update(segments, gradients, **SETTINGS, backend="extension", copies=copies)
 
 
 @needs_extension
@@ -339,7 +340,7 @@ def test_a_learning_rate_that_is_not_finite_is_refused_before_anything_is_change
     made, gradient = segment(Shard(0, 64, 16, 8), seed=1)
     before = made.weight.clone()
     with pytest.raises(ValueError, match="check the learning rate"):
-        ops.update([made], [gradient], **SETTINGS | {"learning_rate": rate}, backend="extension")
+        kernels.update([made], [gradient], **SETTINGS | {"learning_rate": rate}, backend="extension")
     assert torch.equal(made.weight, before)
 
 
@@ -348,7 +349,7 @@ def test_an_expanded_gradient_is_as_good_as_another():
     made, _ = segment(Shard(0, 64, 16, 8), seed=1)
     case = Case([made], [torch.ones(1).expand(64)])
     after = copied(case)
-    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
+    kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension")
     check_against_float64(case, after, SETTINGS)
 
 
@@ -379,7 +380,7 @@ def test_plain_pytorch_finds_exact_signs_also_where_the_process_allows_less_than
     )
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        ops.update(
+        kernels.update(
             [segment],
             [torch.ones(8)],
             learning_rate=0.1,

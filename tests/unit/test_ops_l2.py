@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_cases import SETTINGS, Case, cases, check_scaled_against_float64, copied, random_scales, segment
 
-from megatron_dobb import ops, reference
-from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError
+from megatron_dobb.methods.dobb import kernels, update
+from megatron_dobb.methods.dobb.blocks import Shard
 
 
 @needs_extension
@@ -22,7 +22,7 @@ def test_scaled_coefficients_agree_with_float64(kernel, case, nesterov, seed):
     C.choose_cpu_kernel(kernel)
     options = SETTINGS | {"nesterov": nesterov}
     after, scales = copied(case), [random_scales(made, seed) for made in case.segments]
-    ops.update(after.segments, after.gradients, **options, backend="extension", column_scales=scales)
+    kernels.update(after.segments, after.gradients, **options, backend="extension", column_scales=scales)
     check_scaled_against_float64(case, after, scales, options)
 
 
@@ -34,7 +34,7 @@ def test_scaled_coefficients_of_ordinary_widths_with_many_rows_agree_with_float6
     made, gradient = segment(Shard(0, 300 * 2 * width, 2 * width, width), seed=width, by=1)
     case = Case([made], [gradient])
     after, scales = copied(case), [random_scales(made)]
-    ops.update(after.segments, after.gradients, **SETTINGS, backend="extension", column_scales=scales)
+    kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension", column_scales=scales)
     check_scaled_against_float64(case, after, scales, SETTINGS)
 
 
@@ -45,7 +45,7 @@ def test_the_reference_of_dobb_l2_agrees_with_float64(case, nesterov):
     after, scales = copied(case), [random_scales(made) for made in case.segments]
     for made in after.segments:
         made.momentum = made.momentum.float()
-    reference.update(after.segments, after.gradients, **options, column_scales=scales)
+    update.update(after.segments, after.gradients, **options, column_scales=scales)
     check_scaled_against_float64(case, after, scales, options)
 
 
@@ -59,7 +59,7 @@ def test_a_zero_scale_moves_nothing_along_its_column_and_a_zero_row_stays(kernel
     made.momentum.view(20, -1)[7] = gradient.view(20, -1)[7] = 0
     scales, before = random_scales(made), made.weight.clone()
     scales[1, 5] = 0
-    ops.update([made], [gradient], **(SETTINGS | {"weight_decay": 0.0}), backend=backend, column_scales=[scales])
+    kernels.update([made], [gradient], **(SETTINGS | {"weight_decay": 0.0}), backend=backend, column_scales=[scales])
     step = (made.weight - before).view(20, 2, width)
     along = torch.einsum("rjc,jcd->rjd", step, made.basis)
     assert torch.equal(step[7], torch.zeros(2, width))
@@ -76,7 +76,7 @@ def test_a_scaled_coefficient_that_is_not_finite_is_counted_raised_and_leaves_na
     made, gradient = segment(Shard(0, 30 * 3 * width, 3 * width, width), seed=4)
     gradient.view(30, 3, width)[11, 1, 5] = value
     with pytest.raises(NonFiniteError, match=rf"^{width} coefficients of the momentum were not.* in weight4: NaN"):
-        ops.update([made], [gradient], **SETTINGS, backend="extension", column_scales=[random_scales(made)])
+        kernels.update([made], [gradient], **SETTINGS, backend="extension", column_scales=[random_scales(made)])
     finite = made.weight.isfinite().view(30, 3, width)
     assert made.weight.view(30, 3, width)[11, 1].isnan().all()
     assert finite.sum() == made.weight.numel() - width
@@ -84,6 +84,6 @@ def test_a_scaled_coefficient_that_is_not_finite_is_counted_raised_and_leaves_na
 
 def test_a_product_that_is_not_finite_is_nan_in_the_reference():
     coefficients = torch.tensor([-2.0, 0.0, 3e38, math.inf, math.nan])
-    products = reference.scaled(coefficients, torch.full((5,), 2.0))
+    products = update.scaled(coefficients, torch.full((5,), 2.0))
     assert products[:2].tolist() == [-4.0, 0.0]
     assert products[2:].isnan().all()

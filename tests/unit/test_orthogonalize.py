@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moment_kinds import cases, equal_features, float64_error, generator, moments, normalised, random_basis
 
-from megatron_dobb import orthogonalize
 from megatron_dobb.errors import ConfigError
-from megatron_dobb.orthogonalize import full_precision, householder, orthonormality_error, refresh_basis
+from megatron_dobb.methods.dobb import orthogonalize
+from megatron_dobb.methods.dobb.orthogonalize import full_precision, householder, orthonormality_error, refresh_basis
 
 METHODS = ("householder", "cholesky", "eigh")
 ITERATIVE = ("householder", "cholesky")

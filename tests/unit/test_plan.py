@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dobb.costs import triangle
+from megatron_dobb.methods.dobb.footprint import triangle
 from tools.planning import cli
 from tools.planning.arguments import pattern_of_layers
 from tools.planning.presets import PRESETS

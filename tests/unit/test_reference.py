@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dobb import reference
-from megatron_dobb.blocks import Shard
 from megatron_dobb.errors import NonFiniteError
-from megatron_dobb.reference import Segment
+from megatron_dobb.methods.dobb import update as reference
+from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.methods.dobb.update import Segment
 
 SETTINGS = {
     "learning_rate": 0.01,

@@ -7,10 +7,11 @@ from moment_kinds import cases, float64_error, generator, moments, normalised, r
 from small_mlp import BLOCKS, mlp, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dobb import Dobb, ops
+from megatron_dobb import Dobb
 from megatron_dobb.errors import ConfigError
 from megatron_dobb.kernels import extension
-from megatron_dobb.orthogonalize import refresh_basis as plain_refresh_basis
+from megatron_dobb.methods.dobb import kernels
+from megatron_dobb.methods.dobb.orthogonalize import refresh_basis as plain_refresh_basis
 
 METHODS = ("householder", "cholesky")
 DAMPING = {"householder": 0.0, "cholesky": 1e-5}
@@ -191,12 +192,12 @@ def test_an_unusable_moment_counts_as_the_identity(method, bad):
 @pytest.mark.parametrize("method", METHODS)
 def test_low_precision_allowed_elsewhere_changes_no_bit(method):
     moment, start = cases(48)
-    expected = ops.refresh_basis(moment, start, method=method).basis
+    expected = kernels.refresh_basis(moment, start, method=method).basis
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            basis = ops.refresh_basis(moment, start, method=method).basis
+            basis = kernels.refresh_basis(moment, start, method=method).basis
             bare = op(moment, start.clone(), method)[0]
     finally:
         torch.set_float32_matmul_precision(before)
@@ -255,11 +256,11 @@ def test_refresh_names_a_wrong_argument(device, moment, basis, method, iteration
 def test_the_door_knows_every_method_and_names_flags_as_the_plain_refresh_does():
     moment, start = cases(7)
     expected = plain_refresh_basis(moment, start, method="eigh").basis
-    assert torch.equal(ops.refresh_basis(moment, start, method="eigh").basis, expected)
+    assert torch.equal(kernels.refresh_basis(moment, start, method="eigh").basis, expected)
     with pytest.raises(ConfigError, match=r"--dobb-qr lu: .* use one of householder, cholesky, eigh"):
-        ops.refresh_basis(moment, start, method="lu")
+        kernels.refresh_basis(moment, start, method="lu")
     with pytest.raises(ConfigError, match=r"--dobb-iterations 0: .* use 1 or more"):
-        ops.refresh_basis(moment, start, method="cholesky", iterations=0)
+        kernels.refresh_basis(moment, start, method="cholesky", iterations=0)
 
 
 class Calls(TorchDispatchMode):

@@ -19,7 +19,7 @@ from model_holdings import MODELS, aligned, holdings_of
 from model_shapes import experts
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_dobb.exchange import HeldWeight, RefreshGroup, share_out
+from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshGroup, share_out
 from megatron_dobb.sharding.buffer_layout import Item
 from megatron_dobb.sharding.load_balancing import TOLERANCE, best_possible, work
 from megatron_dobb.sharding.ownership import Ownership

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dobb.schedule import is_due, phases
+from megatron_dobb.methods.dobb.schedule import is_due, phases
 
 GPT = {
     f"layers.{layer}.{name}": width**3

@@ -8,7 +8,7 @@ from small_mlp import BLOCKS, LAYERS, backward, batch, mlp, train
 
 from megatron_dobb import Dobb
 from megatron_dobb.errors import ConfigError
-from megatron_dobb.schedule import is_due
+from megatron_dobb.methods.dobb.schedule import is_due
 
 INTERVAL, STEPS = 3, 8
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from megatron_dobb import ops
-from megatron_dobb.blocks import Shard
-from megatron_dobb.reference import Segment
+from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.methods.dobb.update import Segment
 
 width, elements = int(sys.argv[1]), 24 * 2**20
 torch.set_num_threads(2)

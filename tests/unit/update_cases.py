@@ -5,9 +5,9 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
-from megatron_dobb import reference
-from megatron_dobb.blocks import Shard
-from megatron_dobb.reference import Segment
+from megatron_dobb.methods.dobb import update
+from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.methods.dobb.update import Segment
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 40, 48, 64, 65, 100, 128, 176]
 SETTINGS = {"learning_rate": 0.03, "weight_decay": 0.1, "momentum": 0.95, "nesterov": False, "update_scale": 0.2}
@@ -81,7 +81,7 @@ def cases(draw):
 
 def step_size(old, options):
     """What kept coefficients are multiplied with. Bases keep their norm, so it makes that of the step of it."""
-    return options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
+    return options["learning_rate"] * update.step_scale(old.rows, old.columns, options["update_scale"])
 
 
 def in_float64(old, gradient, options):
@@ -98,8 +98,8 @@ def in_float64(old, gradient, options):
     pieces = [(p, basis[held.index(p.first_block) :][: p.blocks]) for p in old.shard.pieces()]
     for piece, q in pieces:
         place = (piece.offset, piece.rows, piece.blocks)
-        old.rectangle(coefficients, *place).copy_(reference.project(old.rectangle(source, *place), q))
-        size = reference.project(old.rectangle(source, *place).abs() + 1, q.abs())
+        old.rectangle(coefficients, *place).copy_(update.project(old.rectangle(source, *place), q))
+        size = update.project(old.rectangle(source, *place).abs() + 1, q.abs())
         old.rectangle(bounds, *place).copy_(size * (old.shard.width + 8) * 2.0**-23)
 
     def weights(kept):
@@ -107,7 +107,7 @@ def in_float64(old, gradient, options):
         new = old.weight.double() * (1 - options["learning_rate"] * options["weight_decay"])
         for piece, q in pieces:
             place = (piece.offset, piece.rows, piece.blocks)
-            old.rectangle(new, *place).sub_(scale * reference.reconstruct(old.rectangle(kept, *place), q))
+            old.rectangle(new, *place).sub_(scale * update.reconstruct(old.rectangle(kept, *place), q))
         return new
 
     return momentum, coefficients, bounds, weights
@@ -174,7 +174,7 @@ def magnitudes(old, gradient, options):
     for piece in old.shard.pieces():
         place = (piece.offset, piece.rows, piece.blocks)
         q = basis[held.index(piece.first_block) :][: piece.blocks]
-        old.rectangle(sums, *place).copy_(reference.project(old.rectangle(source, *place), q))
+        old.rectangle(sums, *place).copy_(update.project(old.rectangle(source, *place), q))
     return sums
 
 
@@ -190,7 +190,7 @@ def check_scaled_against_float64(before, after, scales, options, relative=1e-5, 
         torch.testing.assert_close(new.momentum.double(), momentum, rtol=tolerance, atol=tolerance)
         expected = weights(times_scales(old, coefficients, scale))
         step = (expected - old.weight.double()).norm()
-        size = options["learning_rate"] * reference.step_scale(old.rows, old.columns, options["update_scale"])
+        size = options["learning_rate"] * update.step_scale(old.rows, old.columns, options["update_scale"])
         rounded = rounding * size * times_scales(old, magnitudes(old, gradient, options), scale).norm()
         assert (
             new.weight.double() - expected

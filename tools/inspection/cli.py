@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_dobb.config import NORMS
 from megatron_dobb.errors import CheckpointError, ConfigError
+from megatron_dobb.methods.dobb.settings import NORMS
 
 from ..reproduction.results import show
 from .contents import Source

@@ -1,4 +1,4 @@
-"""The figures of one weight, from its moment, basis and momentum: those of `megatron_dobb.diagnostics`, and counts."""
+"""The figures of one weight, from its moment, basis and momentum: those of `megatron_dobb.methods.dobb.metrics`, and counts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_dobb import diagnostics, reference
 from megatron_dobb.errors import CheckpointError
-from megatron_dobb.orthogonalize import MAX_ERROR
+from megatron_dobb.methods.dobb import metrics, update
+from megatron_dobb.methods.dobb.orthogonalize import MAX_ERROR
 
 from .contents import Facts, State
 
@@ -97,7 +97,7 @@ def figures_of(name: str, state: State, facts: Facts) -> Figures:
 def _of_blocks(found: Figures, moments: Tensor, bases: Tensor) -> None:
     """One block after the other, which needs room for a few copies of one block only."""
     identity = torch.eye(bases.shape[2], dtype=torch.float64)
-    sums, spectra = diagnostics.Sums(), []
+    sums, spectra = metrics.Sums(), []
     found.identity_blocks = found.empty_blocks = found.dead_features = 0
     if bool(bases.isfinite().all()):
         found.basis_error = 0.0
@@ -109,13 +109,13 @@ def _of_blocks(found: Figures, moments: Tensor, bases: Tensor) -> None:
         if found.basis_error is not None:
             found.basis_error = max(found.basis_error, float((basis.mT @ basis - identity).abs().max()))
         if moment.isfinite().all() and basis.isfinite().all():
-            values = diagnostics.eigenvalues(moment[None])
-            sums.add(diagnostics.sums_of_moment(moment[None], basis[None], values))
+            values = metrics.eigenvalues(moment[None])
+            sums.add(metrics.sums_of_moment(moment[None], basis[None], values))
             spectra.append(values.flatten())
     # Rounding of an entry by `u` relatively changes a product of two unit columns by at most 2 u + u^2.
     unit = torch.finfo(bases.dtype).eps / 2
     found.basis_error_allowed = (1 + MAX_ERROR) * (1 + unit) ** 2 - 1
-    figures = diagnostics.metrics(sums)
+    figures = metrics.metrics(sums)
     found.moment_effective_rank = figures.get("moment_effective_rank")
     found.basis_residual = figures.get("basis_residual")
     found.spectrum = _thinned(torch.cat(spectra)) if spectra else ()
@@ -133,9 +133,9 @@ def _of_update(found: Figures, momentum: Tensor, bases: Tensor | None, facts: Fa
     rectangle, basis = momentum.float().unflatten(1, blocks), bases.float() if bases is not None else None
     scales = None
     if facts.norm == "l2":
-        coefficients = reference.project(rectangle, basis) if basis is not None else rectangle
-        scales = reference.column_scales(coefficients.square().sum(0), len(momentum))
-    sums = diagnostics.sums_of_spectrum(reference.direction(rectangle, basis, scales).flatten(1))
+        coefficients = update.project(rectangle, basis) if basis is not None else rectangle
+        scales = update.column_scales(coefficients.square().sum(0), len(momentum))
+    sums = metrics.sums_of_spectrum(update.direction(rectangle, basis, scales).flatten(1))
     found.orthogonality, found.update_effective_rank = sums.orthogonality, sums.update_rank
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dobb.config import DobbConfig
 from megatron_dobb.errors import CheckpointError
 from megatron_dobb.megatron.arguments import OPTIMIZER
 from megatron_dobb.megatron.names import kind_of
 from megatron_dobb.megatron.saved import Saved
+from megatron_dobb.methods.dobb.settings import DobbConfig
 
 from .buckets import Buckets
 from .contents import Facts, State, not_ours

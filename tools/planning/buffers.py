@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dobb.config import DobbConfig
 from megatron_dobb.megatron.adapters import Geometry
 from megatron_dobb.megatron.manage import fewer_features_than_blocks
 from megatron_dobb.megatron.shapes import BlockedWeight, check_outputs_seen, choose_width
+from megatron_dobb.methods.dobb.settings import DobbConfig
 from megatron_dobb.sharding import buffer_layout
 
 from .parameters import Parameter

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_dobb.config import DobbConfig
-from megatron_dobb.schedule import phases
+from megatron_dobb.methods.dobb.schedule import phases
+from megatron_dobb.methods.dobb.settings import DobbConfig
 from megatron_dobb.sharding.ownership import work
 
 from ..reproduction import payload

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from megatron_dobb.costs import RankCosts
+from megatron_dobb.methods.dobb.footprint import RankCosts
 
 from .alternatives import Alternative
 from .plan import Request, StagePlan

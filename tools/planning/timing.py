@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dobb.config import DobbConfig
-from megatron_dobb.costs import RankCosts
+from megatron_dobb.methods.dobb.footprint import RankCosts
+from megatron_dobb.methods.dobb.settings import DobbConfig
 
 DOBB_BYTES = 20
 """Per element of a fused update: fp32 gradient, momentum and master read, the latter two written."""

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from megatron_dobb import Dobb, reference
+from megatron_dobb import Dobb
+from megatron_dobb.methods.dobb import update as reference
 
 from .dion import Dion
 from .measures import effective_rank, orthogonality

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_dobb import reference
-from megatron_dobb.orthogonalize import refresh_basis
+from megatron_dobb.methods.dobb import update
+from megatron_dobb.methods.dobb.orthogonalize import refresh_basis
 
 from . import measures
 from .paper import TABLE_1A
@@ -63,7 +63,7 @@ def sign_in_blocks(y: Tensor, blocks: int) -> Tensor:
     rectangle = y.float().unflatten(1, (blocks, width))
     moment = torch.einsum("rjc,rjd->jcd", rectangle, rectangle)
     basis = refresh_basis(moment, torch.eye(width).expand_as(moment), method="eigh").basis
-    return reference.direction(rectangle, basis).flatten(1)
+    return update.direction(rectangle, basis).flatten(1)
 
 
 def table1b(size: int, seeds: Sequence[int]) -> Result:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_dobb import Dobb, reference
+from megatron_dobb import Dobb
+from megatron_dobb.methods.dobb import update
 
 from .geometry import parts
 from .measures import effective_rank, orthogonality
@@ -35,7 +36,7 @@ class Spectra:
             basis = state["basis"].float()
             width = basis.shape[-1]
             for _, momentum in parts(name, state["momentum"]):
-                direction = reference.direction(momentum.unflatten(1, (-1, width)), basis).flatten(1)
+                direction = update.direction(momentum.unflatten(1, (-1, width)), basis).flatten(1)
                 ranks = [effective_rank(torch.linalg.svdvals(block).clamp(min=0)) for block in state["moment"].double()]
                 found.append(
                     (

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_dobb import Dobb, reference
+from megatron_dobb import Dobb
+from megatron_dobb.methods.dobb import update as reference
 
 from .dion import Dion
 from .optimizers import UPDATE_SCALE, Muon, tensors_of

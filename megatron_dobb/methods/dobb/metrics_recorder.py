@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from . import diagnostics
-from .config import DobbConfig
-from .diagnostics import Sums
-from .reference import Segment
-from .sharding.ownership import Block
+from ...sharding.ownership import Block
+from . import metrics
+from .metrics import Sums
+from .settings import DobbConfig
+from .update import Segment
 
 BlocksOf = Callable[[], Iterable[tuple[Sequence[Block], Tensor]]]
 """Gives blocks and copies of their bases `[k, b, b]`, in the same order every time."""
@@ -42,7 +42,7 @@ class Observer:
         chosen = sorted(name for name in names if self.config.diagnosed(name))
         if self.config.log_diagnostics_weights:
             return chosen
-        return sorted(diagnostics.in_turn(chosen, step // self.interval))
+        return sorted(metrics.in_turn(chosen, step // self.interval))
 
     @contextlib.contextmanager
     def refresh(self, step: int, bases: BlocksOf) -> Iterator[None]:
@@ -53,13 +53,13 @@ class Observer:
         found: dict[str, Sums] = {}
         for (blocks, old), (_, new) in zip(before, bases() if wanted else (), strict=True):
             for name, places in self._weights_among(blocks):
-                self._add(found, name, diagnostics.sums_of_rotation(old[places], new[places]))
+                self._add(found, name, metrics.sums_of_rotation(old[places], new[places]))
         self._last_refresh.update(found)
 
     def add_moments(self, blocks: Sequence[Block], moment: Tensor, basis: Tensor) -> None:
         """Take in the moments and bases `[k, b, b]` of some blocks."""
         for name, places in self._weights_among(blocks):
-            self._add(self._step, name, diagnostics.sums_of_moment(moment[places], basis[places]))
+            self._add(self._step, name, metrics.sums_of_moment(moment[places], basis[places]))
 
     def add_update(self, segment: Segment, gradient: Tensor, column_scales: Tensor | None) -> Tensor | None:
         """Take in the update that a segment has just had.
@@ -69,24 +69,24 @@ class Observer:
         """
         if not self.config.diagnosed(segment.name):
             return None
-        update = diagnostics.update_direction(
+        update = metrics.update_direction(
             segment,
             gradient,
             momentum=self.config.momentum,
             nesterov=self.config.nesterov,
             column_scales=column_scales,
         )
-        self._add(self._step, segment.name, diagnostics.sums_of_step(segment, update, self.config.update_scale))
+        self._add(self._step, segment.name, metrics.sums_of_step(segment, update, self.config.update_scale))
         return update
 
     def add_spectrum(self, name: str, update: Tensor) -> None:
         """Take in the direction of a whole update, `[m, n]`."""
-        self._add(self._step, name, diagnostics.sums_of_spectrum(update))
+        self._add(self._step, name, metrics.sums_of_spectrum(update))
 
     def take(self) -> dict[str, Sums]:
         """Hand over the sums of this log. Those of the last refresh stay, until the next one."""
         step, self._step = self._step, {}
-        return diagnostics.merge((step, self._last_refresh))
+        return metrics.merge((step, self._last_refresh))
 
     def _weights_among(self, blocks: Sequence[Block]) -> list[tuple[str, Tensor]]:
         places: dict[str, list[int]] = {}

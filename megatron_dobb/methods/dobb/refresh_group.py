@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import CaptureError, LayoutError
+from ...sharding.ownership import Block, Ownership, triangle
 from .capture import MomentSum
-from .costs import COUNT_TERMS, COUNTS_BYTES, blocks_at_a_time
-from .errors import CaptureError, LayoutError
+from .footprint import COUNT_TERMS, COUNTS_BYTES, blocks_at_a_time
+from .kernels import Backend, refresh_basis
 from .moment import pack_triangle, refresh_, unpack_triangle
-from .ops import Backend, refresh_basis
 from .orthogonalize import Method
-from .sharding.ownership import Block, Ownership, triangle
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from . import moment, reference
-from .errors import NonFiniteError, UnsupportedError
-from .kernels import extension
+from ...errors import NonFiniteError, UnsupportedError
+from ...kernels import extension
+from . import moment
+from . import update as reference
 from .orthogonalize import Method, RefreshedBasis, full_precision
 from .orthogonalize import refresh_basis as plain_refresh_basis
-from .reference import Segment
+from .update import Segment
 
 Backend = Literal["auto", "extension", "reference"]
 Precision = Literal["exact", "bf16"]

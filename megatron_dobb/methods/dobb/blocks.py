@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .errors import BlockError
+from ...errors import BlockError
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...errors import NonFiniteError
 from .blocks import Shard
-from .errors import NonFiniteError
 
 
 def project(momentum: Tensor, basis: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .reference import Segment, direction, step_scale
+from .update import Segment, direction, step_scale
 
 PREFIX = "dobb"
 METRICS = (

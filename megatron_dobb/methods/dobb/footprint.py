@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import repeat
 
-from .sharding.ownership import Ownership, triangle
+from ...sharding.ownership import Ownership, triangle
 
 MOMENTUM_BYTES = 4
 """Of one element of the momentum, which is fp32 whatever the weight is."""

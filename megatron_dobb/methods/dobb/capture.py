@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CaptureError
-from .ops import Backend, gram_
+from ...errors import CaptureError
+from .kernels import Backend, gram_
 
 _NOT_TRACED = "Dobb takes its second moments here on refresh steps: use torch.compile without fullgraph=True"
 

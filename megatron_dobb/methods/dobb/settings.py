@@ -8,8 +8,8 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-from .errors import ConfigError
-from .ops import BACKENDS, PRECISIONS, Backend, Precision
+from ...errors import ConfigError
+from .kernels import BACKENDS, PRECISIONS, Backend, Precision
 from .orthogonalize import Method
 
 DEFAULT_BLOCKS = 16

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
+from ...errors import ConfigError
 
 Method = Literal["householder", "cholesky", "eigh"]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .errors import BlockError
+from ...errors import BlockError
 from .orthogonalize import Method, RefreshedBasis, full_precision, refresh_basis
 
 _TOKENS_AT_A_TIME = 1024
