@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .kernels.extension import build_info as build_info
     from .megatron import install as install
     from .methods.dobb.settings import DobbConfig as DobbConfig
-    from .optimizer import Dobb as Dobb
+    from .pytorch.dobb import Dobb as Dobb
 
 _HOME = {"Dobb": ".optimizer", "DobbConfig": ".config", "build_info": ".extension", "install": ".megatron"}
 

@@ -10,7 +10,7 @@ from ..kernels import extension
 from ..methods.dobb import kernels as ops
 from ..methods.dobb import update
 from ..methods.dobb.blocks import Shard
-from ..optimizer import Dobb
+from ..pytorch.dobb import Dobb
 from .findings import Finding
 
 ROWS, BLOCKS, WIDTH = 64, 3, 48

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
-from .linear import LinearWeight
-from .methods.dobb.settings import DobbConfig
+from ..errors import ConfigError
+from ..methods.dobb.settings import DobbConfig
+from .select_weights import LinearWeight
 
 STATE = "dobb"
 """The key of the weights' names in a state_dict, and of the mark of a param group."""

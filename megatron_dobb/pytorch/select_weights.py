@@ -12,10 +12,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from .errors import ConfigError, UnsupportedError
-from .methods.dobb.blocks import block_width
-from .methods.dobb.capture import Capture, Source
-from .methods.dobb.settings import DobbConfig, matches
+from ..errors import ConfigError, UnsupportedError
+from ..methods.dobb.blocks import block_width
+from ..methods.dobb.capture import Capture, Source
+from ..methods.dobb.settings import DobbConfig, matches
 
 Predicate = Callable[[str, nn.Parameter], bool]
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .errors import ConfigError
-from .linear import Predicate
-from .methods.dobb.metrics_recorder import Sink
-from .methods.dobb.settings import DTYPES, DobbConfig
+from ..errors import ConfigError
+from ..methods.dobb.metrics_recorder import Sink
+from ..methods.dobb.settings import DTYPES, DobbConfig
+from .select_weights import Predicate
 
 Exclude = str | Predicate | Iterable[str | Predicate]
 

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .linear import LinearWeight
-from .methods.dobb import schedule
-from .methods.dobb.capture import MomentSum
-from .methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
-from .methods.dobb.settings import DTYPES, DobbConfig
-from .sharding.ownership import Block, Ownership, work
+from ..methods.dobb import schedule
+from ..methods.dobb.capture import MomentSum
+from ..methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
+from ..methods.dobb.settings import DTYPES, DobbConfig
+from ..sharding.ownership import Block, Ownership, work
+from .select_weights import LinearWeight
 
 
 class ModelBases:

@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import state
-from .bases import ModelBases
-from .errors import CaptureError, ConfigError, UnsupportedError
+from ..errors import CaptureError, ConfigError, UnsupportedError
+from ..methods.dobb import kernels
+from ..methods.dobb import metrics as figures
+from ..methods.dobb import update as reference
+from ..methods.dobb.blocks import Shard
+from ..methods.dobb.capture import MomentSum, scale_sums
+from ..methods.dobb.metrics_recorder import Observer, Sink
+from ..methods.dobb.refresh_group import RefreshCounts
+from . import state_dict as state
 from .keywords import Exclude, check_sink, named_as_keywords, read_settings
-from .linear import BatchCapture, LinearWeight, choose, logger, unwrap
-from .methods.dobb import kernels
-from .methods.dobb import metrics as figures
-from .methods.dobb import update as reference
-from .methods.dobb.blocks import Shard
-from .methods.dobb.capture import MomentSum, scale_sums
-from .methods.dobb.metrics_recorder import Observer, Sink
-from .methods.dobb.refresh_group import RefreshCounts
-from .state import STATE
+from .replicated_bases import ModelBases
+from .select_weights import BatchCapture, LinearWeight, choose, logger, unwrap
+from .state_dict import STATE
 
 _owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.WeakKeyDictionary()
 """The Dobb whose hooks are on a layer."""
