@@ -26,7 +26,7 @@ from ..methods.dobb.refresh_group import RefreshCounts, RefreshGroup
 from ..methods.dobb.settings import DobbConfig, flag
 from ..methods.dobb.update import Segment
 from ..sharding.ownership import Block
-from .manage import ManagedWeight
+from .model.select_weights import ManagedWeight
 
 SINK_ATTRIBUTE = "dobb_diagnostics"
 """Of Megatron's `OptimizerConfig`: a function that receives, on the last rank, what the writers do."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ..methods.dobb.settings import DobbConfig
-from .manage import ChunkPlan
-from .shapes import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
+from .model.select_weights import ChunkPlan
+from .model.weight_sharding import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
 
 Ranks = tuple[int, ...]
 

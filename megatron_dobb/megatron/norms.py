@@ -14,7 +14,7 @@ from torch import Tensor
 from ..methods.dobb import update
 from ..methods.dobb.update import Segment
 from .groups import Ranks
-from .manage import ManagedWeight
+from .model.select_weights import ManagedWeight
 
 
 class ColumnNorms:

@@ -20,8 +20,8 @@ from ..methods.dobb.settings import DobbConfig
 from ..sharding.ownership import work
 from .diagnostics import Diagnostics
 from .groups import MomentGroups
-from .manage import ChunkPlan, ManagedWeight
 from .messages import log_whole_model
+from .model.select_weights import ChunkPlan, ManagedWeight
 from .norms import ColumnNorms
 from .refresh_parts import has_one_launch_queue, launcher_of
 from .refreshes import ChunkRefresh, Members, Refreshes, make_groups, worker_of

@@ -17,9 +17,9 @@ from ..methods.dobb.update import Segment
 from .arguments import OPTIMIZER
 from .checkpoint import StateOfBlocks, WeightInModel
 from .groups import Ranks
-from .manage import ManagedWeight
 from .messages import log_load, say
-from .names import kind_of
+from .model.global_names import kind_of
+from .model.select_weights import ManagedWeight
 from .others import refusal
 from .refreshes import Refreshes
 from .reshardable import ReshardableOptimizer

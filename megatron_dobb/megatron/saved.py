@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..methods.dobb.settings import DobbConfig
-from .manage import fewer_features_than_blocks
+from .model.select_weights import fewer_features_than_blocks
 
 FORMAT_VERSION = 2
 METADATA = "dobb"  # of Megatron's content metadata

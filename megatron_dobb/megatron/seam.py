@@ -15,7 +15,13 @@ from ..post_import import Patch, after_import
 from ..sharding import buffer_layout
 from . import compat, configs
 from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
-from .manage import COLUMN_SHARDS_ATTRIBUTE, NAME_ATTRIBUTE, OUTPUT_SIDE_ATTRIBUTE, WIDTH_ATTRIBUTE, manage
+from .model.select_weights import (
+    COLUMN_SHARDS_ATTRIBUTE,
+    NAME_ATTRIBUTE,
+    OUTPUT_SIDE_ATTRIBUTE,
+    WIDTH_ATTRIBUTE,
+    manage,
+)
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""

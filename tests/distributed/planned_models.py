@@ -90,9 +90,9 @@ def compare(sizes: ModelSizes, parallel: Parallel) -> list[tuple[list[Any], list
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    from megatron_dobb.megatron.manage import manage
-    from megatron_dobb.megatron.names import weight_names
-    from megatron_dobb.megatron.shapes import column_set, moment_set
+    from megatron_dobb.megatron.model.global_names import weight_names
+    from megatron_dobb.megatron.model.select_weights import manage
+    from megatron_dobb.megatron.model.weight_sharding import column_set, moment_set
     from megatron_dobb.methods.dobb.settings import DobbConfig
     from testbed import gpt
     from testbed.attention import PlainAttention

@@ -118,7 +118,7 @@ def run(name: str, layout: Layout) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    from megatron_dobb.megatron.manage import manage
+    from megatron_dobb.megatron.model.select_weights import manage
     from megatron_dobb.methods.dobb.capture import Capture
     from megatron_dobb.methods.dobb.settings import DobbConfig
     from testbed import gpt

@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_dobb.megatron import seam  # noqa: E402
-from megatron_dobb.megatron.adapters import SEQUENCE_DIM, Adapter, Geometry, find, register  # noqa: E402
-from megatron_dobb.megatron.manage import manage  # noqa: E402
+from megatron_dobb.megatron.model.adapters import SEQUENCE_DIM, Adapter, Geometry, find, register  # noqa: E402
+from megatron_dobb.megatron.model.select_weights import manage  # noqa: E402
 from megatron_dobb.methods.dobb.capture import Capture, Source  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, processes  # noqa: E402

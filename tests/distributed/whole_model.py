@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_dobb.megatron.names import weight_names
+from megatron_dobb.megatron.model.global_names import weight_names
 
 
 def parameters_by_name(chunks: Sequence[Any]) -> dict[str, Any]:

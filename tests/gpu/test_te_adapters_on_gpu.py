@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from megatron_dobb.megatron.adapters import SEQUENCE_DIM, find
+from megatron_dobb.megatron.model.adapters import SEQUENCE_DIM, find
 from megatron_dobb.methods.dobb.capture import Capture, Source
 
 pytestmark = pytest.mark.gpu  # conftest.py leaves this file out where it cannot be imported

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_dobb.megatron.adapters.base import dequantized, imported_class, without_padding
-from megatron_dobb.megatron.adapters.local import ColumnParallel
-from megatron_dobb.megatron.adapters.transformer_engine import Column, GroupedColumn, LayerNormColumn, normalized
+from megatron_dobb.megatron.model.adapters.base import dequantized, imported_class, without_padding
+from megatron_dobb.megatron.model.adapters.local import ColumnParallel
+from megatron_dobb.megatron.model.adapters.transformer_engine import Column, GroupedColumn, LayerNormColumn, normalized
 
 
 def layer_of(**attributes):

@@ -15,8 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-from megatron_dobb.megatron.adapters import REGISTRY, find  # noqa: E402
-from megatron_dobb.megatron.manage import manage  # noqa: E402
+from megatron_dobb.megatron.model.adapters import REGISTRY, find  # noqa: E402
+from megatron_dobb.megatron.model.select_weights import manage  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 from testbed.attention import PlainAttention  # noqa: E402

@@ -4,10 +4,10 @@ import pytest
 from torch import nn
 
 from megatron_dobb.errors import BlockError
-from megatron_dobb.megatron import adapters
-from megatron_dobb.megatron.adapters import Adapter, Geometry, find, matrix_of, register
-from megatron_dobb.megatron.manage import NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, global_names, manage
-from megatron_dobb.megatron.names import kind_of
+from megatron_dobb.megatron.model import adapters
+from megatron_dobb.megatron.model.adapters import Adapter, Geometry, find, matrix_of, register
+from megatron_dobb.megatron.model.global_names import kind_of
+from megatron_dobb.megatron.model.select_weights import NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, global_names, manage
 from megatron_dobb.methods.dobb.settings import DobbConfig
 
 

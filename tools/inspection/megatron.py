@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_dobb.errors import CheckpointError
 from megatron_dobb.megatron.arguments import OPTIMIZER
-from megatron_dobb.megatron.names import kind_of
+from megatron_dobb.megatron.model.global_names import kind_of
 from megatron_dobb.megatron.saved import Saved
 from megatron_dobb.methods.dobb.settings import DobbConfig
 

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dobb.megatron.adapters import Geometry
-from megatron_dobb.megatron.manage import fewer_features_than_blocks
-from megatron_dobb.megatron.shapes import BlockedWeight, check_outputs_seen, choose_width
+from megatron_dobb.megatron.model.adapters import Geometry
+from megatron_dobb.megatron.model.select_weights import fewer_features_than_blocks
+from megatron_dobb.megatron.model.weight_sharding import BlockedWeight, check_outputs_seen, choose_width
 from megatron_dobb.methods.dobb.settings import DobbConfig
 from megatron_dobb.sharding import buffer_layout
 
@@ -68,7 +68,7 @@ class Chosen:
 
 
 def choose(parameters: Sequence[Parameter], config: DobbConfig) -> Chosen:
-    """Apply the rules of `megatron_dobb.megatron.manage` to the parameters of a chunk.
+    """Apply the rules of `megatron_dobb.megatron.model.select_weights` to the parameters of a chunk.
 
     Raises:
         BlockError: if a weight cannot be cut into the blocks that the settings ask for.

@@ -6,7 +6,7 @@ Names, shapes and order are those of Megatron-Core 0.19; the tests compare them 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dobb.megatron.adapters import Geometry
+from megatron_dobb.megatron.model.adapters import Geometry
 
 from .sizes import ModelSizes, Parallel, PlanError
 

@@ -7,9 +7,9 @@ a weight than `BlockedWeight` names, and nothing imports Megatron.
 from collections.abc import Sequence
 from typing import Literal
 
-from ..errors import UnsupportedError
-from ..methods.dobb.blocks import Shard, block_width
-from ..methods.dobb.settings import DobbConfig
+from ...errors import UnsupportedError
+from ...methods.dobb.blocks import Shard, block_width
+from ...methods.dobb.settings import DobbConfig
 from .adapters import Geometry
 
 MomentSet = Literal["tokens", "tokens over tensor", "expert tokens"]

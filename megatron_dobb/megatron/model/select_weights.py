@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..methods.dobb.capture import Source
-from ..methods.dobb.settings import Asked, DobbConfig
+from ...methods.dobb.capture import Source
+from ...methods.dobb.settings import Asked, DobbConfig
 from .adapters import SEQUENCE_DIM, Adapter, Geometry, find, imported_class, matrix_of
-from .names import global_names, kind_of, weight_names
-from .shapes import BlockedWeight, alignment, check_outputs_seen, choose_width
+from .global_names import global_names, kind_of, weight_names
+from .weight_sharding import BlockedWeight, alignment, check_outputs_seen, choose_width
 
 __all__ = ["ChunkPlan", "ManagedWeight", "global_names", "manage"]
 
