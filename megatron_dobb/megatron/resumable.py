@@ -14,12 +14,12 @@ from ..methods.dobb.capture import Capture
 from ..methods.dobb.refresh_group import RefreshGroup
 from ..methods.dobb.settings import DobbConfig
 from ..methods.dobb.update import Segment
-from .arguments import OPTIMIZER
 from .checkpoint import StateOfBlocks, WeightInModel
 from .groups import Ranks
 from .messages import log_load, say
 from .model.global_names import kind_of
 from .model.select_weights import ManagedWeight
+from .options.flags import OPTIMIZER
 from .others import refusal
 from .refreshes import Refreshes
 from .reshardable import ReshardableOptimizer

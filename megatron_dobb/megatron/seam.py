@@ -13,8 +13,7 @@ from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..methods.dobb.settings import DobbConfig
 from ..post_import import Patch, after_import
 from ..sharding import buffer_layout
-from . import compat, configs
-from .arguments import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
+from . import compat
 from .model.select_weights import (
     COLUMN_SHARDS_ATTRIBUTE,
     NAME_ATTRIBUTE,
@@ -22,6 +21,8 @@ from .model.select_weights import (
     WIDTH_ATTRIBUTE,
     manage,
 )
+from .options import config_objects
+from .options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
@@ -338,7 +339,7 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 
     @functools.wraps(groups)
     def _get_param_groups(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
-        if configs.check(model_chunks, config) is None:
+        if config_objects.check(model_chunks, config) is None:
             if _given_by_program:
                 _say_that_it_is_not_dobb(config.optimizer)
             return groups(model_chunks, config, config_overrides)
@@ -351,7 +352,7 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
     @functools.wraps(build)
     def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
         chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
-        if configs.settings_of(chunks) is None:
+        if config_objects.settings_of(chunks) is None:
             return build(*args, **kwargs)
         from . import report
         from .optimizer import DobbDistributedOptimizer

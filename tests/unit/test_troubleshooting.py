@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dobb import errors
-from megatron_dobb.megatron.arguments import REFUSALS
+from megatron_dobb.megatron.options.flags import REFUSALS
 
 ROOT = Path(__file__).parents[2]
 PAGE = " ".join((ROOT / "docs/troubleshooting.md").read_text().split())

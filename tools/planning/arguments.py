@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_dobb.megatron.arguments import add_arguments
+from megatron_dobb.megatron.options.flags import add_arguments
 
 from .presets import PRESETS
 from .sizes import PlanError

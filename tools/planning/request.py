@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_dobb.megatron.arguments import config_from_args, refuse_unsupported
+from megatron_dobb.megatron.options.flags import config_from_args, refuse_unsupported
 from megatron_dobb.methods.dobb.settings import DobbConfig
 
 from .plan import Request

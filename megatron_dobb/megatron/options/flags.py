@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, UnsupportedError
-from ..methods.dobb.kernels import BACKENDS, PRECISIONS
-from ..methods.dobb.settings import CAPTURE_POLICIES, DTYPES, NORMS, QR_METHODS, SIDES, SOURCES, DobbConfig
+from ...errors import ConfigError, UnsupportedError
+from ...methods.dobb.kernels import BACKENDS, PRECISIONS
+from ...methods.dobb.settings import CAPTURE_POLICIES, DTYPES, NORMS, QR_METHODS, SIDES, SOURCES, DobbConfig
 
 OPTIMIZER = "dobb"
 

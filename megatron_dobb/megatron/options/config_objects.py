@@ -6,9 +6,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..errors import ConfigError, UnsupportedError
-from ..methods.dobb.settings import DobbConfig
-from .arguments import REFUSALS, Refusal
+from ...errors import ConfigError, UnsupportedError
+from ...methods.dobb.settings import DobbConfig
+from .flags import REFUSALS, Refusal
 
 INNER = "adam"
 _WITHOUT_DISTRIBUTED = "without --use-distributed-optimizer"
