@@ -14,16 +14,16 @@ from ..methods.dobb.capture import Capture
 from ..methods.dobb.refresh_group import RefreshGroup
 from ..methods.dobb.settings import DobbConfig
 from ..methods.dobb.update import Segment
-from .checkpoint import StateOfBlocks, WeightInModel
-from .groups import Ranks
-from .messages import log_load, say
+from .console import log_load, say
+from .dobb.process_groups import Ranks
+from .dobb.scheduler import Refreshes
+from .dobb.sharded_blocks import StateOfBlocks, WeightInModel
 from .model.global_names import kind_of
 from .model.select_weights import ManagedWeight
 from .options.flags import OPTIMIZER
 from .others import refusal
-from .refreshes import Refreshes
-from .reshardable import ReshardableOptimizer
 from .saved import METADATA, Saved
+from .upstream_fixes import ReshardableOptimizer
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
 PLACEHOLDER = "exp_avg_sq"  # what AdamW has besides and Dobb has not

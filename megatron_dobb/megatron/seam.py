@@ -354,8 +354,8 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
         chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
         if config_objects.settings_of(chunks) is None:
             return build(*args, **kwargs)
-        from . import report
-        from .optimizer import DobbDistributedOptimizer
+        from .dobb import startup_report
+        from .dobb.optimizer import DobbDistributedOptimizer
 
         # Other modules import this name for isinstance checks, so it is replaced for the call alone.
         stock = module.DistributedOptimizer
@@ -364,7 +364,7 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
             built = build(*args, **kwargs)
         finally:
             module.DistributedOptimizer = stock  # type: ignore[attr-defined]
-        report.log_start(built)
+        startup_report.log_start(built)
         return built
 
     module._get_param_groups = _get_param_groups  # type: ignore[attr-defined]
@@ -376,7 +376,7 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 @functools.cache
 def _say_that_it_is_not_dobb(optimizer: str) -> None:
     """A model may be left out on purpose, by `configure(None)` before it is wrapped, so this is no error."""
-    from .messages import say
+    from .console import say
 
     say(
         f"dobb: megatron_dobb.install(config) was called, but {optimizer} updates all of this model: it was wrapped "

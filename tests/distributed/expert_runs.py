@@ -27,8 +27,8 @@ from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from whole_model import fill, first_block, parameters_by_name, part_of, whole_parameters  # noqa: E402
 
 from megatron_dobb.megatron import seam  # noqa: E402
+from megatron_dobb.megatron.dobb.stages import RefreshParts  # noqa: E402
 from megatron_dobb.megatron.model.global_names import weight_names  # noqa: E402
-from megatron_dobb.megatron.refresh_parts import RefreshParts  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, traffic  # noqa: E402
 

@@ -37,8 +37,8 @@ from whole_model import (  # noqa: E402
     whole_parameters,
 )
 
-from megatron_dobb.megatron import optimizer as dobb_optimizer  # noqa: E402
 from megatron_dobb.megatron import seam  # noqa: E402
+from megatron_dobb.megatron.dobb import optimizer as dobb_optimizer  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt  # noqa: E402
 

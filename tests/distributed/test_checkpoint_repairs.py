@@ -12,7 +12,7 @@ from test_checkpoint_matrix import assert_same
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import CheckpointError
-from megatron_dobb.megatron.reshardable import upstream_is_repaired
+from megatron_dobb.megatron.upstream_fixes import upstream_is_repaired
 from testbed import processes
 
 CONFIG = DobbConfig(blocks=4, refresh_interval=2, capture="all")

@@ -14,7 +14,7 @@ from layout_runs import EXPERTS, SEQUENCES, Layout, Run, global_batch, start
 from torch.nn.functional import normalize
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.megatron.diagnostics import SINK_ATTRIBUTE
+from megatron_dobb.megatron.dobb.metrics import SINK_ATTRIBUTE
 from testbed import gpt, processes, traffic
 
 STEPS, INTERVAL, MU, TAU = 3, 2, 0.95, 0.2

@@ -12,7 +12,7 @@ from layout_runs import Layout, Run, start
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import CheckpointError
-from megatron_dobb.megatron.messages import log_load
+from megatron_dobb.megatron.console import log_load
 from megatron_dobb.megatron.saved import FORMAT_VERSION
 from testbed import processes
 

@@ -12,7 +12,7 @@ from layout_runs import Layout, Run, global_batch, start
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import CaptureError
-from megatron_dobb.megatron.refreshes import microbatches_of_a_step
+from megatron_dobb.megatron.dobb.scheduler import microbatches_of_a_step
 from megatron_dobb.methods.dobb.schedule import is_due, phases
 from testbed import gpt, processes, traffic
 

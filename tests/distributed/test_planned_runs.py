@@ -8,7 +8,7 @@ import torch
 from layout_runs import EXPERT_HIDDEN, EXPERTS, HEAD, Layout, Run, global_batch, start
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.megatron.report import rank_costs
+from megatron_dobb.megatron.dobb.startup_report import rank_costs
 from megatron_dobb.methods.dobb.footprint import RankCosts
 from testbed import gpt, processes, traffic
 from tools.planning.plan import Request, plan

@@ -15,7 +15,7 @@ from layout_runs import Layout, Run, start
 from test_overlap import CONFIG, assert_same
 
 from megatron_dobb.errors import CaptureError
-from megatron_dobb.megatron.optimizer import ONE_QUEUE_ATTRIBUTE
+from megatron_dobb.megatron.dobb.optimizer import ONE_QUEUE_ATTRIBUTE
 from testbed import processes, traffic
 
 LAYOUTS = {

@@ -12,8 +12,8 @@ from layout_runs import Layout, Run, global_batch, start
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.background.side_stream import Task, Worker
-from megatron_dobb.megatron.optimizer import DobbDistributedOptimizer
-from megatron_dobb.megatron.report import rank_costs, refresh_peak, start_table
+from megatron_dobb.megatron.dobb.optimizer import DobbDistributedOptimizer
+from megatron_dobb.megatron.dobb.startup_report import rank_costs, refresh_peak, start_table
 from testbed import gpt, processes
 
 MODEL = {"num_layers": 2, "hidden_size": 192, "kv_channels": 48}

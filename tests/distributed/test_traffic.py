@@ -16,7 +16,7 @@ from layout_runs import Layout, Run, global_batch, start
 from megatron.core import parallel_state
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.megatron.report import start_table
+from megatron_dobb.megatron.dobb.startup_report import start_table
 from testbed import gpt, processes, traffic
 
 STEPS, INTERVAL, BLOCKS = 5, 3, 4

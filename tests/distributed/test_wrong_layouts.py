@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import BlockError, ConfigError, LayoutError, UnsupportedError
 from megatron_dobb.megatron import seam
-from megatron_dobb.megatron.groups import timeout_of
+from megatron_dobb.megatron.dobb.process_groups import timeout_of
 from testbed import gpt, processes
 
 ONE, TENSOR_PARALLEL = Layout(micro_batch=24), Layout(2, tensor=2, micro_batch=24)

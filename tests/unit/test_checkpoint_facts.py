@@ -13,7 +13,7 @@ testbed.enable()
 
 from megatron_dobb.errors import CheckpointError  # noqa: E402
 from megatron_dobb.megatron import others  # noqa: E402
-from megatron_dobb.megatron.checkpoint import StateOfBlocks, WeightInModel, runs  # noqa: E402
+from megatron_dobb.megatron.dobb.sharded_blocks import StateOfBlocks, WeightInModel, runs  # noqa: E402
 from megatron_dobb.megatron.saved import FORMAT_VERSION, METADATA, Saved  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
 from megatron_dobb.sharding.ownership import Ownership  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dobb.errors import CaptureError
-from megatron_dobb.megatron.refresh_parts import RefreshParts, has_one_launch_queue, launcher_of
+from megatron_dobb.megatron.dobb.stages import RefreshParts, has_one_launch_queue, launcher_of
 from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshGroup, share_out
 from megatron_dobb.methods.dobb.settings import DobbConfig
 

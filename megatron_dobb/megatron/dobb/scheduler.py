@@ -33,16 +33,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..background.side_stream import Task, Worker
-from ..methods.dobb import schedule
-from ..methods.dobb.capture import Capture, MomentSum, scale_sums
-from ..methods.dobb.orthogonalize import products_are_exact
-from ..methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
-from ..methods.dobb.settings import DTYPES, DobbConfig
-from .diagnostics import Diagnostics, step_number
-from .groups import Ranks
-from .messages import log_refresh, say
-from .refresh_parts import Begun, Found, Launcher, RefreshParts
+from ...background.side_stream import Task, Worker
+from ...methods.dobb import schedule
+from ...methods.dobb.capture import Capture, MomentSum, scale_sums
+from ...methods.dobb.orthogonalize import products_are_exact
+from ...methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
+from ...methods.dobb.settings import DTYPES, DobbConfig
+from ..console import log_refresh, say
+from .metrics import Diagnostics, step_number
+from .process_groups import Ranks
+from .stages import Begun, Found, Launcher, RefreshParts
 
 WORKER_ATTRIBUTE = "dobb_worker"
 _CALCULATOR = "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..methods.dobb import update
-from ..methods.dobb.update import Segment
-from .groups import Ranks
-from .model.select_weights import ManagedWeight
+from ...methods.dobb import update
+from ...methods.dobb.update import Segment
+from ..model.select_weights import ManagedWeight
+from .process_groups import Ranks
 
 
 class ColumnNorms:

@@ -13,10 +13,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from ..methods.dobb.refresh_group import RefreshGroup
-from ..methods.dobb.settings import DTYPES, DobbConfig
-from ..sharding.ownership import Block
-from .saved import Saved
+from ...methods.dobb.refresh_group import RefreshGroup
+from ...methods.dobb.settings import DTYPES, DobbConfig
+from ...sharding.ownership import Block
+from ..saved import Saved
 
 MOMENT, BASIS = "moment", "basis"
 

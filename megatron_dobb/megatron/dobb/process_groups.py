@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..methods.dobb.settings import DobbConfig
-from .model.select_weights import ChunkPlan
-from .model.weight_sharding import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
+from ...methods.dobb.settings import DobbConfig
+from ..model.select_weights import ChunkPlan
+from ..model.weight_sharding import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
 
 Ranks = tuple[int, ...]
 

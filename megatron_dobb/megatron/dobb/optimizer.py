@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..methods.dobb import kernels, update
-from ..methods.dobb.capture import Capture, MomentSum
-from ..methods.dobb.refresh_group import HeldWeight, RefreshCounts
-from ..methods.dobb.schedule import is_due, phases
-from ..methods.dobb.settings import DobbConfig
-from ..sharding.ownership import work
-from .diagnostics import Diagnostics
-from .groups import MomentGroups
-from .messages import log_whole_model
-from .model.select_weights import ChunkPlan, ManagedWeight
-from .norms import ColumnNorms
-from .refresh_parts import has_one_launch_queue, launcher_of
-from .refreshes import ChunkRefresh, Members, Refreshes, make_groups, worker_of
-from .resumable import MOMENTUM, ResumableOptimizer, is_dobb
+from ...errors import ConfigError
+from ...methods.dobb import kernels, update
+from ...methods.dobb.capture import Capture, MomentSum
+from ...methods.dobb.refresh_group import HeldWeight, RefreshCounts
+from ...methods.dobb.schedule import is_due, phases
+from ...methods.dobb.settings import DobbConfig
+from ...sharding.ownership import work
+from ..console import log_whole_model
+from ..model.select_weights import ChunkPlan, ManagedWeight
+from ..resumable import MOMENTUM, ResumableOptimizer, is_dobb
+from .column_norms import ColumnNorms
+from .metrics import Diagnostics
+from .process_groups import MomentGroups
+from .scheduler import ChunkRefresh, Members, Refreshes, make_groups, worker_of
+from .stages import has_one_launch_queue, launcher_of
 
 GROUPS_ATTRIBUTE, KINDS_ATTRIBUTE = "dobb_moment_groups", "dobb_kinds_on_adamw"
 PHASES_ATTRIBUTE, ONE_QUEUE_ATTRIBUTE = "dobb_refresh_phases", "dobb_one_launch_queue"

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ..methods.dobb.refresh_group import RefreshCounts, RefreshGroup
 from ..methods.dobb.settings import DobbConfig
-from .checkpoint import Report
+from .dobb.sharded_blocks import Report
 
 
 def say(text: str) -> None:

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..methods.dobb.footprint import RankCosts, Transient, WidthCosts, momentum_costs, refresh_costs, transient_peak
-from ..methods.dobb.refresh_group import RefreshGroup
-from ..sharding.ownership import imbalance
-from .messages import say
-from .model.select_weights import ChunkPlan, ManagedWeight
+from ...methods.dobb.footprint import RankCosts, Transient, WidthCosts, momentum_costs, refresh_costs, transient_peak
+from ...methods.dobb.refresh_group import RefreshGroup
+from ...sharding.ownership import imbalance
+from ..console import say
+from ..model.select_weights import ChunkPlan, ManagedWeight
 from .optimizer import DobbDistributedOptimizer
 
 MIB = 2**20

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..background.side_stream import Task
-from ..errors import CaptureError
-from ..methods.dobb.capture import MomentSum
-from ..methods.dobb.refresh_group import RefreshCounts, RefreshGroup
-from ..methods.dobb.settings import DobbConfig
-from .diagnostics import Diagnostics
+from ...background.side_stream import Task
+from ...errors import CaptureError
+from ...methods.dobb.capture import MomentSum
+from ...methods.dobb.refresh_group import RefreshCounts, RefreshGroup
+from ...methods.dobb.settings import DobbConfig
+from .metrics import Diagnostics
 
 Launcher = Literal["worker", "program"]
 """Whose thread makes the collectives of refreshes: see `refreshes`."""

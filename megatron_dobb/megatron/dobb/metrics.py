@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..methods.dobb.metrics import merge, named
-from ..methods.dobb.metrics_recorder import Observer, Sink
-from ..methods.dobb.refresh_group import RefreshCounts, RefreshGroup
-from ..methods.dobb.settings import DobbConfig, flag
-from ..methods.dobb.update import Segment
-from ..sharding.ownership import Block
-from .model.select_weights import ManagedWeight
+from ...methods.dobb.metrics import merge, named
+from ...methods.dobb.metrics_recorder import Observer, Sink
+from ...methods.dobb.refresh_group import RefreshCounts, RefreshGroup
+from ...methods.dobb.settings import DobbConfig, flag
+from ...methods.dobb.update import Segment
+from ...sharding.ownership import Block
+from ..model.select_weights import ManagedWeight
 
 SINK_ATTRIBUTE = "dobb_diagnostics"
 """Of Megatron's `OptimizerConfig`: a function that receives, on the last rank, what the writers do."""
