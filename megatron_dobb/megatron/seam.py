@@ -282,7 +282,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
 
     @functools.wraps(save)
     def save_with_facts(*args: Any, **kwargs: Any) -> Any:
-        from .resumable import with_facts
+        from .checkpoint.save_load import with_facts
 
         given = signature_of_save.bind(*args, **kwargs)
         state, metadata = given.arguments["sharded_state_dict"], given.arguments.get("content_metadata")
@@ -291,14 +291,14 @@ def _patch_checkpoints(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def checked_load(*args: Any, **kwargs: Any) -> Any:
-        from .resumable import has_state_of_dobb
+        from .checkpoint.save_load import has_state_of_dobb
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         # A program may have turned Dobb off since, for another model.
         if active() is not None or has_state_of_dobb(given["sharded_state_dict"]):
-            from .preflight import check
+            from .checkpoint.validate import check
 
             check(
                 given["sharded_state_dict"],
@@ -314,14 +314,14 @@ def _patch_checkpoints(module: ModuleType) -> None:
         try:
             common = load_common(checkpoint_dir, *args, **kwargs)
         except (Exception, CheckpointException) as error:
-            from .preflight import diagnosis
+            from .checkpoint.validate import diagnosis
 
             reason = diagnosis(str(checkpoint_dir)) if active() is not None else None
             if reason is None:
                 raise
             raise CheckpointError(reason) from error
         if active() is not None:
-            from .others import note_writer
+            from .checkpoint.foreign import note_writer
 
             note_writer(common)
         return common

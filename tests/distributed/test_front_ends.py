@@ -34,7 +34,7 @@ from megatron.core.optimizer import (  # noqa: E402
 from megatron_dobb import DobbConfig  # noqa: E402
 from megatron_dobb.errors import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from megatron_dobb.megatron import configure  # noqa: E402
-from megatron_dobb.megatron.resumable import FACTS, with_facts  # noqa: E402
+from megatron_dobb.megatron.checkpoint.save_load import FACTS, with_facts  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
 SETTINGS = DobbConfig(blocks=4, refresh_interval=3)

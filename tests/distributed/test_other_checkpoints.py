@@ -12,8 +12,8 @@ from layout_runs import Layout, Run, start
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import CheckpointError
+from megatron_dobb.megatron.checkpoint.metadata import FORMAT_VERSION
 from megatron_dobb.megatron.console import log_load
-from megatron_dobb.megatron.saved import FORMAT_VERSION
 from testbed import processes
 
 CONFIG = DobbConfig(blocks=4, refresh_interval=3)

@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron_dobb import Dobb
-from megatron_dobb.megatron.saved import FORMAT_VERSION
+from megatron_dobb.megatron.checkpoint.metadata import FORMAT_VERSION
 
 FACTS = {
     "blocks": 2,

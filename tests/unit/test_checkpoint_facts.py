@@ -12,9 +12,9 @@ import testbed
 testbed.enable()
 
 from megatron_dobb.errors import CheckpointError  # noqa: E402
-from megatron_dobb.megatron import others  # noqa: E402
+from megatron_dobb.megatron.checkpoint import foreign  # noqa: E402
+from megatron_dobb.megatron.checkpoint.metadata import FORMAT_VERSION, METADATA, Saved  # noqa: E402
 from megatron_dobb.megatron.dobb.sharded_blocks import StateOfBlocks, WeightInModel, runs  # noqa: E402
-from megatron_dobb.megatron.saved import FORMAT_VERSION, METADATA, Saved  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
 from megatron_dobb.sharding.ownership import Ownership  # noqa: E402
 
@@ -47,8 +47,8 @@ def test_facts_are_plain_numbers_and_texts_and_come_back_as_they_were():
 )
 def test_a_checkpoint_that_dobb_cannot_continue_is_refused_with_its_writer_and_a_reason(writer, sharding, reason):
     metadata = {} if sharding is None else {"distrib_optim_sharding_type": sharding}
-    others.note_writer({"content_metadata": metadata, "args": SimpleNamespace(optimizer=writer)} if writer else {})
-    found = others.refusal(metadata)
+    foreign.note_writer({"content_metadata": metadata, "args": SimpleNamespace(optimizer=writer)} if writer else {})
+    found = foreign.refusal(metadata)
     if reason is None:
         assert found is None
     else:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from made_checkpoints import FACTS, megatron_folder, of_dobb, plain_file, small_dobb, state_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from megatron_dobb.megatron.saved import FORMAT_VERSION
+from megatron_dobb.megatron.checkpoint.metadata import FORMAT_VERSION
 from tools.inspection import cli
 from tools.inspection.megatron import places
 from tools.inspection.tables import kind_of

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_dobb.errors import CheckpointError
+from megatron_dobb.megatron.checkpoint.metadata import Saved
 from megatron_dobb.megatron.model.global_names import kind_of
 from megatron_dobb.megatron.options.flags import OPTIMIZER
-from megatron_dobb.megatron.saved import Saved
 from megatron_dobb.methods.dobb.settings import DobbConfig
 
 from .buckets import Buckets

@@ -18,9 +18,9 @@ from ...methods.dobb.refresh_group import HeldWeight, RefreshCounts
 from ...methods.dobb.schedule import is_due, phases
 from ...methods.dobb.settings import DobbConfig
 from ...sharding.ownership import work
+from ..checkpoint.save_load import MOMENTUM, ResumableOptimizer, is_dobb
 from ..console import log_whole_model
 from ..model.select_weights import ChunkPlan, ManagedWeight
-from ..resumable import MOMENTUM, ResumableOptimizer, is_dobb
 from .column_norms import ColumnNorms
 from .metrics import Diagnostics
 from .process_groups import MomentGroups

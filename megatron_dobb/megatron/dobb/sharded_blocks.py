@@ -16,7 +16,7 @@ from torch import Tensor
 from ...methods.dobb.refresh_group import RefreshGroup
 from ...methods.dobb.settings import DTYPES, DobbConfig
 from ...sharding.ownership import Block
-from ..saved import Saved
+from ..checkpoint.metadata import Saved
 
 MOMENT, BASIS = "moment", "basis"
 

@@ -9,21 +9,21 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..methods.dobb.capture import Capture
-from ..methods.dobb.refresh_group import RefreshGroup
-from ..methods.dobb.settings import DobbConfig
-from ..methods.dobb.update import Segment
-from .console import log_load, say
-from .dobb.process_groups import Ranks
-from .dobb.scheduler import Refreshes
-from .dobb.sharded_blocks import StateOfBlocks, WeightInModel
-from .model.global_names import kind_of
-from .model.select_weights import ManagedWeight
-from .options.flags import OPTIMIZER
-from .others import refusal
-from .saved import METADATA, Saved
-from .upstream_fixes import ReshardableOptimizer
+from ...errors import CheckpointError
+from ...methods.dobb.capture import Capture
+from ...methods.dobb.refresh_group import RefreshGroup
+from ...methods.dobb.settings import DobbConfig
+from ...methods.dobb.update import Segment
+from ..console import log_load, say
+from ..dobb.process_groups import Ranks
+from ..dobb.scheduler import Refreshes
+from ..dobb.sharded_blocks import StateOfBlocks, WeightInModel
+from ..model.global_names import kind_of
+from ..model.select_weights import ManagedWeight
+from ..options.flags import OPTIMIZER
+from ..upstream_fixes import ReshardableOptimizer
+from .foreign import refusal
+from .metadata import METADATA, Saved
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
 PLACEHOLDER = "exp_avg_sq"  # what AdamW has besides and Dobb has not

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .options.flags import OPTIMIZER
+from ..options.flags import OPTIMIZER
 
 WRITER = "dobb_written_by"
 """The writer's name, added to content metadata while they are read; it is in no checkpoint."""

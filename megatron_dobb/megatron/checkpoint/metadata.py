@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import CheckpointError
-from ..methods.dobb.settings import DobbConfig
-from .model.select_weights import fewer_features_than_blocks
+from ...errors import CheckpointError
+from ...methods.dobb.settings import DobbConfig
+from ..model.select_weights import fewer_features_than_blocks
 
 FORMAT_VERSION = 2
 METADATA = "dobb"  # of Megatron's content metadata

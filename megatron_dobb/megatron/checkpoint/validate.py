@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
 from .files import USE_ANOTHER, incomplete_files
 
 _BUCKETS = "optimizer.distributed.dp_group_idx_"  # keys of dp_reshardable state
