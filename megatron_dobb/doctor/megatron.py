@@ -16,9 +16,9 @@ PTH = "megatron_dobb_autoload.pth"
 
 
 def megatron_core() -> Iterator[Finding]:
-    from ..megatron import attach, compat
+    from ..megatron.seam import probe_report, versions
 
-    place = attach.find()
+    place = probe_report.find()
     if place is None:
         yield Finding(
             "megatron-core",
@@ -28,24 +28,24 @@ def megatron_core() -> Iterator[Finding]:
         )
         return
     try:
-        compat.check_version(place.version)
+        versions.check_version(place.version)
     except UnsupportedError as error:
         what, _, remedy = str(error).partition("; ")
         yield Finding("megatron-core", "failure", f"{what}; found in {place.folder}", remedy)
         return
-    yield Finding("megatron-core", "ok", f"megatron-core {place.version} (supported: {compat.SUPPORTED})")
+    yield Finding("megatron-core", "ok", f"megatron-core {place.version} (supported: {versions.SUPPORTED})")
     yield Finding("megatron-core", "note", f"megatron-core is in {place.folder}")
 
 
 def seam() -> Iterator[Finding]:
-    from ..megatron import attach, compat
+    from ..megatron.seam import probe_report, versions
 
-    place = attach.find()
+    place = probe_report.find()
     if place is None:
         yield Finding("patches", "note", "no Megatron to patch")
         return
     try:
-        compat.check_version(place.version)
+        versions.check_version(place.version)
     except UnsupportedError:
         yield Finding("patches", "note", "not tried on a Megatron that is not supported")
         return
@@ -63,7 +63,7 @@ def seam() -> Iterator[Finding]:
                 f"{name} does not import here: {first_line(error)}",
                 f"mend Megatron's installation until python -c 'import {name}' works",
             )
-    if not attach.has("megatron.training"):
+    if not probe_report.has("megatron.training"):
         yield Finding(
             "patches",
             "warning",
@@ -75,11 +75,11 @@ def seam() -> Iterator[Finding]:
 
 
 def _problems() -> Iterator[tuple[str, BaseException | None]]:
-    from ..megatron import attach
+    from ..megatron.seam import probe_report
 
     with warnings.catch_warnings():  # Megatron warns of everything optional that is not installed
         warnings.simplefilter("ignore")
-        yield from attach.problems()
+        yield from probe_report.problems()
 
 
 def autoload() -> Iterator[Finding]:

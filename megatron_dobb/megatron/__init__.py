@@ -1,5 +1,5 @@
 """Dobb inside Megatron-Core. Nothing outside this folder imports `megatron`."""
 
-from .seam import configure, install
+from .seam.patches import configure, install
 
 __all__ = ["configure", "install"]

@@ -13,7 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from ..errors import ConfigError
 from ..methods.dobb.settings import DobbConfig
 from .options.config_objects import INNER
-from .seam import configure, install
+from .seam.patches import configure, install
 
 # Bridge writes its configs beside each checkpoint, by the names of their classes, and makes only those again that it
 # knows by the beginning of their names.

@@ -26,9 +26,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from whole_model import fill, first_block, parameters_by_name, part_of, whole_parameters  # noqa: E402
 
-from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.dobb.stages import RefreshParts  # noqa: E402
 from megatron_dobb.megatron.model.global_names import weight_names  # noqa: E402
+from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, traffic  # noqa: E402
 
@@ -76,7 +76,7 @@ class ExpertRun:
 
     def __init__(self, layout: ExpertLayout, dobb: DobbConfig | None, routing: str, **transformer: Any) -> None:
         self.layout = layout
-        seam.configure(dobb)
+        patches.configure(dobb)
         self.model = gpt.build(
             layers=get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False),
             hidden_size=HIDDEN,

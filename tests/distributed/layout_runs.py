@@ -37,8 +37,8 @@ from whole_model import (  # noqa: E402
     whole_parameters,
 )
 
-from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.dobb import optimizer as dobb_optimizer  # noqa: E402
+from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt  # noqa: E402
 
@@ -157,7 +157,7 @@ class Run:
         self.layout = layout
         model_parallel_cuda_manual_seed(SEED)
         torch.manual_seed(SEED)
-        seam.configure(dobb)
+        patches.configure(dobb)
         ddp = {
             "bucket_size": layout.bucket_size,
             "overlap_grad_reduce": layout.bucket_size is not None,

@@ -46,8 +46,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules  # noqa: E402
 
 import testbed.mamba  # noqa: E402
-from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.model.global_names import weight_names  # noqa: E402
+from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt  # noqa: E402
 from testbed.attention import PlainAttention  # noqa: E402
@@ -242,7 +242,7 @@ class KindRun:
         **transformer: Any,
     ) -> None:
         self.micro_batch = micro_batch
-        seam.configure(dobb)
+        patches.configure(dobb)
         model_parallel_cuda_manual_seed(SEED)
         torch.manual_seed(SEED)
         bare = build(kind, place, model or {}, transformer)

@@ -18,9 +18,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.model.adapters import SEQUENCE_DIM, Adapter, Geometry, find, register  # noqa: E402
 from megatron_dobb.megatron.model.select_weights import manage  # noqa: E402
+from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
 from megatron_dobb.methods.dobb.capture import Capture, Source  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
@@ -175,7 +175,7 @@ def train_replicated():
     """One step on tokens that differ a little between tensor-parallel ranks, as rounding would make them differ."""
     gpt.initialize(tensor_model_parallel_size=2)
     register(ReplicatedAdapter())
-    seam.configure(REPLICATED)
+    patches.configure(REPLICATED)
     config = TransformerConfig(num_layers=1, hidden_size=INPUTS, num_attention_heads=4, tensor_model_parallel_size=2)
     layer = nn.ModuleDict({"fc": Replicated(INPUTS, OUTPUTS, bias=False)})
     layer.forward = lambda x: layer["fc"](x)

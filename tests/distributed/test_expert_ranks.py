@@ -33,7 +33,7 @@ from megatron.core.transformer import TransformerConfig
 from whole_model import is_expert
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.megatron import seam
+from megatron_dobb.megatron.seam.patches import patches
 from testbed import gpt, processes
 
 STEPS, BETA, MOMENTUM, UPDATE_SCALE = 4, 0.9, 0.95, 0.2
@@ -235,7 +235,7 @@ def test_a_rank_makes_the_same_moment_collectives_whatever_tokens_its_experts_go
 def test_a_pipeline_stage_without_experts_builds_its_optimizers_with_the_others():
     def expert_weights():
         gpt.initialize(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
-        seam.configure(CONFIG)
+        patches.configure(CONFIG)
         config = TransformerConfig(
             num_layers=2,
             hidden_size=HIDDEN,

@@ -12,7 +12,7 @@ megatron_dobb.install()
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402  (imported after the patches)
 
 from megatron_dobb.errors import BlockError, ConfigError, LayoutError  # noqa: E402
-from megatron_dobb.megatron import seam  # noqa: E402
+from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
@@ -20,7 +20,7 @@ from testbed import gpt, processes  # noqa: E402
 def start(settings, ddp=None, **sizes):
     """Build the test bed's GPT and its optimizer."""
     gpt.initialize(**sizes)
-    seam.configure(settings)
+    patches.configure(settings)
     model = gpt.build(ddp)
     config = OptimizerConfig(optimizer="adam", lr=1e-3, adam_eps=1e-3, use_distributed_optimizer=True)
     config.dobb = settings

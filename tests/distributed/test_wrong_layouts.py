@@ -10,8 +10,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import BlockError, ConfigError, LayoutError, UnsupportedError
-from megatron_dobb.megatron import seam
 from megatron_dobb.megatron.dobb.process_groups import timeout_of
+from megatron_dobb.megatron.seam.patches import patches
 from testbed import gpt, processes
 
 ONE, TENSOR_PARALLEL = Layout(micro_batch=24), Layout(2, tensor=2, micro_batch=24)
@@ -96,7 +96,7 @@ def test_optimizer_without_the_distributed_optimizer_is_refused():
 def test_dobb_gets_no_model_that_was_wrapped_without_it():
     def build():
         start(ONE)
-        seam.configure(None)
+        patches.configure(None)
         model = gpt.build()
         config = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True)
         config.dobb = DobbConfig(blocks=4)

@@ -11,9 +11,9 @@ import pytest
 from packaging.version import Version
 from test_launcher import DOBB, ROOT, SCRIPT, TORCHRUN, TRAINING, losses, run
 
-from megatron_dobb.megatron import compat
+from megatron_dobb.megatron.seam.patches import versions
 
-OLDEST = f"{next(part.version for part in compat.SUPPORTED if part.operator == '>=')}.0"
+OLDEST = f"{next(part.version for part in versions.SUPPORTED if part.operator == '>=')}.0"
 
 TRAIN = f"""
 import megatron_dobb.patch, runpy, sys
@@ -27,7 +27,7 @@ print("trained by megatron-core", sys.modules["megatron.core"].__version__, "wit
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A PYTHONPATH that puts it before the installed one."""
-    assert Version(OLDEST) in compat.SUPPORTED
+    assert Version(OLDEST) in versions.SUPPORTED
     folder = tmp_path_factory.mktemp("oldest")
     words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"megatron-core=={OLDEST}"]
     finished = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300)

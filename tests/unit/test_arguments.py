@@ -18,8 +18,8 @@ from megatron.training import arguments, training, yaml_arguments  # noqa: E402 
 
 from megatron_dobb import DobbConfig  # noqa: E402
 from megatron_dobb.errors import ConfigError, UnsupportedError  # noqa: E402
-from megatron_dobb.megatron import seam  # noqa: E402
 from megatron_dobb.megatron.options.flags import REFUSALS, refuse_unsupported  # noqa: E402
+from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import flag  # noqa: E402
 
 WITHOUT_OPTIMIZER = shlex.split(
@@ -106,7 +106,7 @@ REFUSED = {
 @pytest.fixture(autouse=True)
 def _no_settings_left_behind():
     yield
-    seam.configure(None)
+    patches.configure(None)
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +169,12 @@ def test_a_flag_sets_the_setting_of_its_name_and_no_other(validate, name):
         "log_diagnostics_weights": {"log_diagnostics_interval": 5},
     }
     changed = {name: value} | implied.get(name, {})
-    assert dataclasses.asdict(seam.active()) == dataclasses.asdict(DobbConfig()) | changed
+    assert dataclasses.asdict(patches.active()) == dataclasses.asdict(DobbConfig()) | changed
 
 
 def test_without_flags_the_settings_are_the_defaults(validate):
     validate(DOBB)
-    assert seam.active() == DobbConfig()
+    assert patches.active() == DobbConfig()
 
 
 def test_optimizer_gains_one_choice_and_nothing_else_changes(megatrons_parser):
@@ -234,12 +234,12 @@ def test_the_parser_refuses_what_it_does_not_know(parse, capsys, words, message)
 def test_bad_settings_stop_validation_before_megatron_looks(validate, words, message):
     with pytest.raises(ConfigError, match=message):
         validate([*DOBB, *words])
-    assert seam.active() is None
+    assert patches.active() is None
 
 
 def test_bad_settings_do_not_matter_to_another_optimizer(validate):
     validate([*DISTRIBUTED, "--dobb-blocks", "0"])
-    assert seam.active() is None
+    assert patches.active() is None
 
 
 # Refusals.
@@ -264,7 +264,7 @@ def test_a_refused_option_of_megatrons_command_line_stops_validation_with_its_ow
         validate([*base, "--optimizer", "dobb", *REFUSED[refusal.what]])
     message = f"--optimizer dobb does not work {refusal.what}: {refusal.reason}; {refusal.instead}"
     assert str(refused.value) == message
-    assert seam.active() is None
+    assert patches.active() is None
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
@@ -295,7 +295,7 @@ def test_what_works_is_not_refused(parse, words):
 
 def test_an_option_that_megatron_itself_switches_on_is_refused_after_validation(validate, monkeypatch):
     # With the flag unset, the refusal can only come from the second look.
-    stock = seam.refuse_unsupported
+    stock = patches.refuse_unsupported
     looks = []
 
     def look(args):
@@ -304,10 +304,10 @@ def test_an_option_that_megatron_itself_switches_on_is_refused_after_validation(
             args.use_mup = True
         stock(args)
 
-    monkeypatch.setattr(seam, "refuse_unsupported", look)
+    monkeypatch.setattr(patches, "refuse_unsupported", look)
     with pytest.raises(UnsupportedError, match="--use-mup"):
         validate(DOBB)
-    assert seam.active() is None
+    assert patches.active() is None
 
 
 # The disguise.
@@ -331,23 +331,23 @@ def test_the_name_is_given_back_when_validation_fails(parse):
     with pytest.raises(AssertionError):
         arguments.validate_args(args)
     assert args.optimizer == "dobb"
-    assert seam.active() is None
+    assert patches.active() is None
 
 
 def test_another_optimizer_turns_dobb_off(validate):
     validate(DOBB)
-    assert seam.active() is not None
+    assert patches.active() is not None
     args = validate([*DISTRIBUTED, "--optimizer", "sgd"])
     assert args.optimizer == "sgd"
-    assert seam.active() is None
+    assert patches.active() is None
 
 
 def test_settings_of_the_program_and_of_the_command_line_are_not_mixed(validate):
     for words in ([*DISTRIBUTED, "--optimizer", "adam"], DOBB):
-        seam.configure(DobbConfig(blocks=4))
+        patches.configure(DobbConfig(blocks=4))
         with pytest.raises(ConfigError, match=r"called megatron_dobb\.install\(config\), and its command line says"):
             validate(words)
-        seam.configure(None)
+        patches.configure(None)
         validate(words)
 
 

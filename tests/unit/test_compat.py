@@ -25,8 +25,8 @@ from packaging.specifiers import SpecifierSet  # noqa: E402
 from megatron_dobb import DobbConfig  # noqa: E402
 from megatron_dobb.doctor import megatron as doctor  # noqa: E402
 from megatron_dobb.errors import UnsupportedError  # noqa: E402
-from megatron_dobb.megatron import compat, seam  # noqa: E402
 from megatron_dobb.megatron.model.select_weights import WIDTH_ATTRIBUTE  # noqa: E402
+from megatron_dobb.megatron.seam.patches import patches, versions  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
 INSTALLED = package_info.__version__
@@ -45,13 +45,13 @@ PATCHED = [
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.19.2", "0.19.2+abc1234", "0.20.0rc1", "0.20.0", "0.20.9", INSTALLED])
 def test_versions_in_the_range_are_accepted(version):
-    compat.check_version(version)
+    versions.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.2", "0.18.99", "0.21.0", "0.21.0rc1", "1.0", "core_r0.19"])
 def test_a_version_outside_the_range_is_refused_with_the_range_and_the_remedy(version):
     with pytest.raises(UnsupportedError) as refused:
-        compat.check_version(version)
+        versions.check_version(version)
     message = str(refused.value)
     assert f"megatron-core {version} is not supported" in message
     assert ">=0.19" in message
@@ -61,7 +61,7 @@ def test_a_version_outside_the_range_is_refused_with_the_range_and_the_remedy(ve
 
 @pytest.mark.parametrize(
     ("patch", "module"),
-    [(seam._patch_arguments, arguments), (seam._patch_ddp, distributed_data_parallel)],
+    [(patches._patch_arguments, arguments), (patches._patch_ddp, distributed_data_parallel)],
     ids=["training", "core"],
 )
 def test_the_version_is_looked_at_before_anything_is_patched(monkeypatch, patch, module):
@@ -77,12 +77,12 @@ def test_installer_doctor_and_documentation_state_the_range_that_is_checked():
     root = Path(__file__).resolve().parents[2]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (required,) = (Requirement(r) for r in extras["megatron"] if r.startswith("megatron-core"))
-    assert required.specifier == SpecifierSet(compat.RANGE)
-    install = f"pip install 'megatron-core{compat.RANGE}'"
+    assert required.specifier == SpecifierSet(versions.RANGE)
+    install = f"pip install 'megatron-core{versions.RANGE}'"
     assert install in doctor.INSTALL
     assert install in (root / "docs/troubleshooting.md").read_text()
     for release in ("0.19", "0.20"):
-        assert f"{release}.0" in compat.SUPPORTED
+        assert f"{release}.0" in versions.SUPPORTED
         assert release in (root / "docs/compatibility.md").read_text()
 
 
@@ -96,20 +96,20 @@ class Owner:
 
 
 def test_probe_finds_what_is_there():
-    assert compat.probe(Owner, "attribute") == 3
-    assert compat.probe(Owner, "method", ("params", "bucket_size")) is Owner.method
+    assert versions.probe(Owner, "attribute") == 3
+    assert versions.probe(Owner, "method", ("params", "bucket_size")) is Owner.method
 
 
 def test_probe_of_a_missing_name_says_which_and_in_which_version():
     with pytest.raises(UnsupportedError) as refused:
-        compat.probe(Owner, "moved_away")
+        versions.probe(Owner, "moved_away")
     assert f"Owner.moved_away does not exist in megatron-core {INSTALLED}" in str(refused.value)
     assert ">=0.19" in str(refused.value)
 
 
 def test_probe_of_a_changed_signature_says_what_is_missing():
     with pytest.raises(UnsupportedError, match=r"Owner\.method\(self, params, bucket_size\) has no parameter shards"):
-        compat.probe(Owner, "method", ("params", "shards"))
+        versions.probe(Owner, "method", ("params", "shards"))
 
 
 def clone_of(module):
@@ -122,15 +122,15 @@ def clone_of(module):
 @pytest.mark.parametrize(
     ("patch", "module", "name"),
     [
-        (seam._patch_arguments, arguments, "add_megatron_arguments"),
-        (seam._patch_arguments, arguments, "parse_args"),
-        (seam._patch_arguments, arguments, "validate_args"),
-        (seam._patch_training, training, "get_megatron_optimizer_config"),
-        (seam._patch_ddp, distributed_data_parallel, "DistributedDataParallel"),
-        (seam._patch_layout, distrib_optimizer, "DistributedOptimizer"),
-        (seam._patch_optimizer_factory, optimizer_module, "_get_param_groups"),
-        (seam._patch_optimizer_factory, optimizer_module, "_get_megatron_optimizer_based_on_param_groups"),
-        (seam._patch_optimizer_factory, optimizer_module, "DistributedOptimizer"),
+        (patches._patch_arguments, arguments, "add_megatron_arguments"),
+        (patches._patch_arguments, arguments, "parse_args"),
+        (patches._patch_arguments, arguments, "validate_args"),
+        (patches._patch_training, training, "get_megatron_optimizer_config"),
+        (patches._patch_ddp, distributed_data_parallel, "DistributedDataParallel"),
+        (patches._patch_layout, distrib_optimizer, "DistributedOptimizer"),
+        (patches._patch_optimizer_factory, optimizer_module, "_get_param_groups"),
+        (patches._patch_optimizer_factory, optimizer_module, "_get_megatron_optimizer_based_on_param_groups"),
+        (patches._patch_optimizer_factory, optimizer_module, "DistributedOptimizer"),
     ],
 )
 def test_a_name_that_megatron_dropped_is_reported_with_its_module(patch, module, name):
@@ -143,8 +143,8 @@ def test_a_name_that_megatron_dropped_is_reported_with_its_module(patch, module,
 @pytest.mark.parametrize(
     ("patch", "module", "owner", "name"),
     [
-        (seam._patch_ddp, distributed_data_parallel, "DistributedDataParallel", "__init__"),
-        (seam._patch_layout, distrib_optimizer, "DistributedOptimizer", "_compute_per_buffer_param_layout"),
+        (patches._patch_ddp, distributed_data_parallel, "DistributedDataParallel", "__init__"),
+        (patches._patch_layout, distrib_optimizer, "DistributedOptimizer", "_compute_per_buffer_param_layout"),
     ],
 )
 def test_a_method_whose_signature_changed_is_reported_with_its_class(patch, module, owner, name):
@@ -157,8 +157,8 @@ def test_a_method_whose_signature_changed_is_reported_with_its_class(patch, modu
 def test_every_patch_is_in_place_once():
     for owner, name in PATCHED:
         patched = getattr(owner, name)
-        assert patched.__module__ != seam.__name__, "functools.wraps keeps Megatron's own module name"
-        assert patched.__globals__["__name__"] == seam.__name__
+        assert patched.__module__ != patches.__name__, "functools.wraps keeps Megatron's own module name"
+        assert patched.__globals__["__name__"] == patches.__name__
         assert not hasattr(patched.__wrapped__, "__wrapped__"), f"{name} is patched twice"
 
 
@@ -207,7 +207,7 @@ def test_dobb_and_adam_follow_each_other_in_one_process():
         gpt.initialize()
         found = []
         for settings in (None, DobbConfig(block_width=32), None):
-            seam.configure(settings)
+            patches.configure(settings)
             model = gpt.build()
             kind = type(optimizer_of(settings, model).chained_optimizers[0]).__name__
             tagged = sum(hasattr(p, WIDTH_ATTRIBUTE) for p in model.parameters())
@@ -222,10 +222,10 @@ def test_dobb_and_adam_follow_each_other_in_one_process():
 def test_dobb_without_the_distributed_optimizer_is_refused():
     def build():
         gpt.initialize()
-        seam.configure(DobbConfig(block_width=32))
+        patches.configure(DobbConfig(block_width=32))
         model = gpt.build({"use_distributed_optimizer": False})
         with pytest.raises(UnsupportedError, match=r"use_distributed_optimizer=True"):
-            optimizer_of(seam.active(), model, distributed=False)
+            optimizer_of(patches.active(), model, distributed=False)
         return True
 
     assert processes.run(1, build) == [True]
@@ -233,7 +233,7 @@ def test_dobb_without_the_distributed_optimizer_is_refused():
 
 def test_megatrons_note_about_a_missing_layout_is_dropped_and_others_are_not(caplog):
     logger = logging.getLogger("megatron.test")
-    with caplog.at_level(logging.INFO), seam._quiet(logger, "full_param_layout not provided"):
+    with caplog.at_level(logging.INFO), patches._quiet(logger, "full_param_layout not provided"):
         logger.info("full_param_layout not provided; computing it")
         logger.info("something else")
     logger.info("full_param_layout not provided")

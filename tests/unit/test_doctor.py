@@ -19,7 +19,8 @@ from megatron_dobb.doctor import megatron as of_megatron
 from megatron_dobb.doctor.findings import Finding, usable, verdict
 from megatron_dobb.errors import UnsupportedError
 from megatron_dobb.kernels import extension
-from megatron_dobb.megatron import attach, compat, seam
+from megatron_dobb.megatron.seam.patches import patches, probe_report
+from megatron_dobb.megatron.seam.patches import versions as compat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -216,16 +217,16 @@ def test_a_megatron_that_does_not_import_or_fit_is_told_module_by_module(monkeyp
 
     here = types.ModuleType("a_stub_of_megatron")
     monkeypatch.setitem(sys.modules, here.__name__, here)
-    monkeypatch.setattr(attach, "find", lambda: attach.Place(ROOT, "0.19.9"))
-    monkeypatch.setattr(attach, "has", lambda name: False)
+    monkeypatch.setattr(probe_report, "find", lambda: probe_report.Place(ROOT, "0.19.9"))
+    monkeypatch.setattr(probe_report, "has", lambda name: False)
     fine = {here.__name__: lambda module: None}
-    monkeypatch.setattr(seam, "patches", lambda: fine)
+    monkeypatch.setattr(patches, "patches", lambda: fine)
     findings = found("patches")
     assert "megatron.training is not found beside megatron.core" in only(findings, "warning").text
     assert only(findings, "ok").text.endswith("fit 1 modules of Megatron: a_stub_of_megatron")
-    monkeypatch.setattr(seam, "patches", lambda: {here.__name__: moved})
+    monkeypatch.setattr(patches, "patches", lambda: {here.__name__: moved})
     assert only(found("patches"), "failure").text.startswith("megatron.stub.name does not exist")
-    monkeypatch.setattr(seam, "patches", lambda: {"no_such_megatron": moved})
+    monkeypatch.setattr(patches, "patches", lambda: {"no_such_megatron": moved})
     finding = only(found("patches"), "failure")
     assert finding.text == (
         "no_such_megatron does not import here: ModuleNotFoundError: No module named 'no_such_megatron'"

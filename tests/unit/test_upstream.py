@@ -12,7 +12,7 @@ import testbed
 testbed.enable(training=True)
 megatron_dobb.install()
 
-from megatron_dobb.megatron import seam  # noqa: E402  (Megatron is imported after the patches)
+from megatron_dobb.megatron.seam.patches import patches  # noqa: E402  (Megatron is imported after the patches)
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/upstream.md").read_text()
 LISTED = re.findall(r"^### `(megatron\.[\w.]+)`", PAGE, re.MULTILINE)
@@ -21,12 +21,12 @@ FOR_A_CALL = {"megatron.core.optimizer.DistributedOptimizer"}
 
 
 def is_ours(value):
-    return isinstance(value, types.FunctionType) and value.__globals__["__name__"] == seam.__name__
+    return isinstance(value, types.FunctionType) and value.__globals__["__name__"] == patches.__name__
 
 
 def replaced():
     """Functions of the seam in the modules that it patches, and in their classes."""
-    for name in seam.patches():
+    for name in patches.patches():
         module = importlib.import_module(name)
         yield from (f"{name}.{key}" for key, value in vars(module).items() if is_ours(value))
         classes = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == name]

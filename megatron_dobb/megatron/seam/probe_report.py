@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import seam
+from . import patches
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def problems() -> Iterator[tuple[str, BaseException | None]]:
     The modules are imported and patched for good, so this belongs into a process of its own. Of `megatron.training`,
     which other front ends do without, nothing is said where it is missing.
     """
-    for name, patch in seam.patches().items():
+    for name, patch in patches.patches().items():
         if name.startswith("megatron.training.") and not has("megatron.training"):
             continue
         try:

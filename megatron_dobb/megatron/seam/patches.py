@@ -9,20 +9,20 @@ import logging
 from types import ModuleType
 from typing import Any
 
-from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..methods.dobb.settings import DobbConfig
-from ..post_import import Patch, after_import
-from ..sharding import buffer_layout
-from . import compat
-from .model.select_weights import (
+from ...errors import CheckpointError, ConfigError, UnsupportedError
+from ...methods.dobb.settings import DobbConfig
+from ...post_import import Patch, after_import
+from ...sharding import buffer_layout
+from ..model.select_weights import (
     COLUMN_SHARDS_ATTRIBUTE,
     NAME_ATTRIBUTE,
     OUTPUT_SIDE_ATTRIBUTE,
     WIDTH_ATTRIBUTE,
     manage,
 )
-from .options import config_objects
-from .options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
+from ..options import config_objects
+from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
+from . import versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
@@ -96,10 +96,10 @@ def active() -> DobbConfig | None:
 
 
 def _patch_arguments(arguments: ModuleType) -> None:
-    compat.check_version(compat.megatron_version())
-    add = compat.probe(arguments, "add_megatron_arguments", ("parser",))
-    parse = compat.probe(arguments, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
-    validate = compat.probe(arguments, "validate_args", ("args",))
+    versions.check_version(versions.megatron_version())
+    add = versions.probe(arguments, "add_megatron_arguments", ("parser",))
+    parse = versions.probe(arguments, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
+    validate = versions.probe(arguments, "validate_args", ("args",))
 
     @functools.wraps(add)
     def add_megatron_arguments(parser: Any) -> Any:
@@ -141,7 +141,7 @@ def _patch_arguments(arguments: ModuleType) -> None:
 
 
 def _patch_training(training: ModuleType) -> None:
-    original = compat.probe(training, "get_megatron_optimizer_config", ("args",))
+    original = versions.probe(training, "get_megatron_optimizer_config", ("args",))
 
     @functools.wraps(original)
     def get_megatron_optimizer_config(args: Any) -> Any:
@@ -167,9 +167,9 @@ def _patch_training(training: ModuleType) -> None:
 
 
 def _patch_ddp(module: ModuleType) -> None:
-    compat.check_version(compat.megatron_version())
-    ddp = compat.probe(module, "DistributedDataParallel")
-    original = compat.probe(ddp, "__init__", ("ddp_config", "module", "full_param_layout"))
+    versions.check_version(versions.megatron_version())
+    ddp = versions.probe(module, "DistributedDataParallel")
+    original = versions.probe(ddp, "__init__", ("ddp_config", "module", "full_param_layout"))
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -190,11 +190,11 @@ def _patch_ddp(module: ModuleType) -> None:
 def _patch_layout(module: ModuleType) -> None:
     from megatron.core.optimizer import param_layout
 
-    base = compat.probe(module, "DistributedOptimizer")
-    end_divisor = compat.probe(
+    base = versions.probe(module, "DistributedOptimizer")
+    end_divisor = versions.probe(
         param_layout, "bucket_end_divisor", ("data_parallel_world_size", "pad_for_high_nccl_busbw")
     )
-    original = compat.probe(
+    original = versions.probe(
         base,
         "_compute_per_buffer_param_layout",
         ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
@@ -253,7 +253,7 @@ def _row_length(parameter: Any) -> int:
 
 def _keep_from_other_optimizers(base: Any) -> None:
     """Let Megatron's own optimizers refuse Dobb's checkpoints, whose param groups and state they would mistake."""
-    original = compat.probe(base, "sharded_state_dict", ("model_sharded_state_dict", "is_loading", "metadata"))
+    original = versions.probe(base, "sharded_state_dict", ("model_sharded_state_dict", "is_loading", "metadata"))
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -275,14 +275,14 @@ def _patch_checkpoints(module: ModuleType) -> None:
     from torch.distributed.checkpoint.api import CheckpointException  # not derived from Exception
 
     used = ("sharded_state_dict", "checkpoint_dir", "process_group", "validate_access_integrity", "strict")
-    load = compat.probe(module, "load", used)
-    load_common = compat.probe(module, "load_common_state_dict", ("checkpoint_dir",))
-    save = compat.probe(module, "save", ("sharded_state_dict", "checkpoint_dir", "content_metadata"))
+    load = versions.probe(module, "load", used)
+    load_common = versions.probe(module, "load_common_state_dict", ("checkpoint_dir",))
+    save = versions.probe(module, "save", ("sharded_state_dict", "checkpoint_dir", "content_metadata"))
     signature, signature_of_save = inspect.signature(load), inspect.signature(save)
 
     @functools.wraps(save)
     def save_with_facts(*args: Any, **kwargs: Any) -> Any:
-        from .checkpoint.save_load import with_facts
+        from ..checkpoint.save_load import with_facts
 
         given = signature_of_save.bind(*args, **kwargs)
         state, metadata = given.arguments["sharded_state_dict"], given.arguments.get("content_metadata")
@@ -291,14 +291,14 @@ def _patch_checkpoints(module: ModuleType) -> None:
 
     @functools.wraps(load)
     def checked_load(*args: Any, **kwargs: Any) -> Any:
-        from .checkpoint.save_load import has_state_of_dobb
+        from ..checkpoint.save_load import has_state_of_dobb
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         # A program may have turned Dobb off since, for another model.
         if active() is not None or has_state_of_dobb(given["sharded_state_dict"]):
-            from .checkpoint.validate import check
+            from ..checkpoint.validate import check
 
             check(
                 given["sharded_state_dict"],
@@ -314,14 +314,14 @@ def _patch_checkpoints(module: ModuleType) -> None:
         try:
             common = load_common(checkpoint_dir, *args, **kwargs)
         except (Exception, CheckpointException) as error:
-            from .checkpoint.validate import diagnosis
+            from ..checkpoint.validate import diagnosis
 
             reason = diagnosis(str(checkpoint_dir)) if active() is not None else None
             if reason is None:
                 raise
             raise CheckpointError(reason) from error
         if active() is not None:
-            from .checkpoint.foreign import note_writer
+            from ..checkpoint.foreign import note_writer
 
             note_writer(common)
         return common
@@ -332,9 +332,9 @@ def _patch_checkpoints(module: ModuleType) -> None:
 
 
 def _patch_optimizer_factory(module: ModuleType) -> None:
-    groups = compat.probe(module, "_get_param_groups", ("model_chunks", "config", "config_overrides"))
-    build = compat.probe(module, "_get_megatron_optimizer_based_on_param_groups", _OF_BUILD)
-    compat.probe(module, "DistributedOptimizer")
+    groups = versions.probe(module, "_get_param_groups", ("model_chunks", "config", "config_overrides"))
+    build = versions.probe(module, "_get_megatron_optimizer_based_on_param_groups", _OF_BUILD)
+    versions.probe(module, "DistributedOptimizer")
     signature = inspect.signature(build)
 
     @functools.wraps(groups)
@@ -354,8 +354,8 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
         chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
         if config_objects.settings_of(chunks) is None:
             return build(*args, **kwargs)
-        from .dobb import startup_report
-        from .dobb.optimizer import DobbDistributedOptimizer
+        from ..dobb import startup_report
+        from ..dobb.optimizer import DobbDistributedOptimizer
 
         # Other modules import this name for isinstance checks, so it is replaced for the call alone.
         stock = module.DistributedOptimizer
@@ -376,7 +376,7 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 @functools.cache
 def _say_that_it_is_not_dobb(optimizer: str) -> None:
     """A model may be left out on purpose, by `configure(None)` before it is wrapped, so this is no error."""
-    from .console import say
+    from ..console import say
 
     say(
         f"dobb: megatron_dobb.install(config) was called, but {optimizer} updates all of this model: it was wrapped "

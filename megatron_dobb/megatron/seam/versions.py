@@ -6,7 +6,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ..errors import UnsupportedError
+from ...errors import UnsupportedError
 
 RANGE = ">=0.19,<0.21"
 """pyproject.toml and the doctor say the same; a test compares them."""
