@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from .methods.dobb.settings import DobbConfig as DobbConfig
     from .pytorch.dobb import Dobb as Dobb
 
-_HOME = {"Dobb": ".optimizer", "DobbConfig": ".config", "build_info": ".extension", "install": ".megatron"}
+_HOME = {
+    "Dobb": ".pytorch.dobb",
+    "DobbConfig": ".methods.dobb.settings",
+    "build_info": ".kernels.extension",
+    "install": ".megatron",
+}
 
 __all__ = ["Dobb", "DobbConfig", "__version__", "build_info", "install"]
 

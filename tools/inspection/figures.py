@@ -1,4 +1,4 @@
-"""The figures of one weight, from its moment, basis and momentum: those of `megatron_dobb.methods.dobb.metrics`, and counts."""
+"""Compute the figures of one weight from its moment, basis and momentum, as `methods.dobb.metrics` defines them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
