@@ -28,7 +28,7 @@ from whole_model import fill, first_block, parameters_by_name, part_of, whole_pa
 
 from megatron_dobb.megatron.dobb.stages import RefreshParts  # noqa: E402
 from megatron_dobb.megatron.model.global_names import weight_names  # noqa: E402
-from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
+from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, traffic  # noqa: E402
 

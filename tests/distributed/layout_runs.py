@@ -38,7 +38,7 @@ from whole_model import (  # noqa: E402
 )
 
 from megatron_dobb.megatron.dobb import optimizer as dobb_optimizer  # noqa: E402
-from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
+from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt  # noqa: E402
 

@@ -47,7 +47,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 import testbed.mamba  # noqa: E402
 from megatron_dobb.megatron.model.global_names import weight_names  # noqa: E402
-from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
+from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt  # noqa: E402
 from testbed.attention import PlainAttention  # noqa: E402

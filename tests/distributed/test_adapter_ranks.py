@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_dobb.megatron.model.adapters import SEQUENCE_DIM, Adapter, Geometry, find, register  # noqa: E402
 from megatron_dobb.megatron.model.select_weights import manage  # noqa: E402
-from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
+from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.capture import Capture, Source  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, processes  # noqa: E402

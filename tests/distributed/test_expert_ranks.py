@@ -33,7 +33,7 @@ from megatron.core.transformer import TransformerConfig
 from whole_model import is_expert
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.megatron.seam.patches import patches
+from megatron_dobb.megatron.seam import patches
 from testbed import gpt, processes
 
 STEPS, BETA, MOMENTUM, UPDATE_SCALE = 4, 0.9, 0.95, 0.2

@@ -12,7 +12,7 @@ megatron_dobb.install()
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402  (imported after the patches)
 
 from megatron_dobb.errors import BlockError, ConfigError, LayoutError  # noqa: E402
-from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
+from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 

@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_dobb import DobbConfig
 from megatron_dobb.errors import BlockError, ConfigError, LayoutError, UnsupportedError
 from megatron_dobb.megatron.dobb.process_groups import timeout_of
-from megatron_dobb.megatron.seam.patches import patches
+from megatron_dobb.megatron.seam import patches
 from testbed import gpt, processes
 
 ONE, TENSOR_PARALLEL = Layout(micro_batch=24), Layout(2, tensor=2, micro_batch=24)

@@ -11,15 +11,15 @@ import pytest
 from packaging.version import Version
 from test_launcher import DOBB, ROOT, SCRIPT, TORCHRUN, TRAINING, losses, run
 
-from megatron_dobb.megatron.seam.patches import versions
+from megatron_dobb.megatron.seam import versions
 
 OLDEST = f"{next(part.version for part in versions.SUPPORTED if part.operator == '>=')}.0"
 
 TRAIN = f"""
 import megatron_dobb.patch, runpy, sys
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
-from megatron_dobb import postimport
-waiting = sorted(postimport._finder.patches)
+from megatron_dobb import post_import
+waiting = sorted(post_import._finder.patches)
 print("trained by megatron-core", sys.modules["megatron.core"].__version__, "with patches left:", waiting)
 """
 

@@ -19,7 +19,7 @@ from megatron.training import arguments, training, yaml_arguments  # noqa: E402 
 from megatron_dobb import DobbConfig  # noqa: E402
 from megatron_dobb.errors import ConfigError, UnsupportedError  # noqa: E402
 from megatron_dobb.megatron.options.flags import REFUSALS, refuse_unsupported  # noqa: E402
-from megatron_dobb.megatron.seam.patches import patches  # noqa: E402
+from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import flag  # noqa: E402
 
 WITHOUT_OPTIMIZER = shlex.split(

@@ -26,7 +26,7 @@ from megatron_dobb import DobbConfig  # noqa: E402
 from megatron_dobb.doctor import megatron as doctor  # noqa: E402
 from megatron_dobb.errors import UnsupportedError  # noqa: E402
 from megatron_dobb.megatron.model.select_weights import WIDTH_ATTRIBUTE  # noqa: E402
-from megatron_dobb.megatron.seam.patches import patches, versions  # noqa: E402
+from megatron_dobb.megatron.seam import patches, versions  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
 INSTALLED = package_info.__version__

@@ -19,8 +19,8 @@ from megatron_dobb.doctor import megatron as of_megatron
 from megatron_dobb.doctor.findings import Finding, usable, verdict
 from megatron_dobb.errors import UnsupportedError
 from megatron_dobb.kernels import extension
-from megatron_dobb.megatron.seam.patches import patches, probe_report
-from megatron_dobb.megatron.seam.patches import versions as compat
+from megatron_dobb.megatron.seam import patches, probe_report
+from megatron_dobb.megatron.seam import versions as compat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -267,7 +267,7 @@ def test_an_extension_of_another_installation_is_told(monkeypatch, tmp_path):
 
 def test_without_pytorch_there_is_one_failure_and_the_rest_is_said_to_be_untried(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    for name in ("extension", "doctor.selftest"):
+    for name in ("kernels.extension", "doctor.selftest"):
         monkeypatch.delitem(sys.modules, f"megatron_dobb.{name}", raising=False)
     findings = found("torch", "nccl", "gpu", "kernels")
     assert [finding.state for finding in findings] == ["failure", "note", "note", "note"]

@@ -12,7 +12,7 @@ import testbed
 testbed.enable(training=True)
 megatron_dobb.install()
 
-from megatron_dobb.megatron.seam.patches import patches  # noqa: E402  (Megatron is imported after the patches)
+from megatron_dobb.megatron.seam import patches  # noqa: E402  (Megatron is imported after the patches)
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/upstream.md").read_text()
 LISTED = re.findall(r"^### `(megatron\.[\w.]+)`", PAGE, re.MULTILINE)
