@@ -25,9 +25,9 @@ from torch import Tensor
 from megatron_dobb import build_info
 from megatron_dobb.errors import DobbError
 from megatron_dobb.methods.dobb import kernels
-from megatron_dobb.methods.dobb.blocks import Shard, block_width
+from megatron_dobb.methods.dobb.blocks import block_width
 from megatron_dobb.methods.dobb.moment import refresh_
-from megatron_dobb.methods.dobb.update import Segment
+from megatron_dobb.sharding.segment import Segment, Shard
 
 BYTES_PER_ELEMENT = 20
 HEAD_START_CYCLES = 50_000_000  # about 25 ms of a GPU

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ..kernels import extension
 from ..methods.dobb import kernels as ops
 from ..methods.dobb import update
-from ..methods.dobb.blocks import Shard
 from ..pytorch.dobb import Dobb
+from ..sharding.segment import Segment, Shard
 from .findings import Finding
 
 ROWS, BLOCKS, WIDTH = 64, 3, 48
@@ -47,7 +47,7 @@ def update_error(device: str) -> str | None:
     shard = Shard(0, ROWS * columns, columns, WIDTH)
     basis = torch.linalg.qr(draw(BLOCKS, WIDTH, WIDTH)).Q.bfloat16()
     before, momentum, gradient = (draw(ROWS * columns) for _ in range(3))
-    segment = update.Segment(
+    segment = Segment(
         "self-test",
         shard,
         ROWS,

@@ -15,10 +15,11 @@ from ..errors import CaptureError, ConfigError, UnsupportedError
 from ..methods.dobb import kernels
 from ..methods.dobb import metrics as figures
 from ..methods.dobb import update as reference
-from ..methods.dobb.blocks import Shard
 from ..methods.dobb.capture import MomentSum, scale_sums
 from ..methods.dobb.metrics_recorder import Observer, Sink
 from ..methods.dobb.refresh_group import RefreshCounts
+from ..numerics.finite import check_finite
+from ..sharding.segment import Segment, Shard
 from . import state_dict as state
 from .keywords import Exclude, check_sink, named_as_keywords, read_settings
 from .replicated_bases import ModelBases
@@ -247,7 +248,7 @@ class Dobb(torch.optim.Optimizer):
             if weight.parameter.grad is not None:
                 by_device.setdefault(weight.parameter.device, []).append(weight)
         for weights in by_device.values():
-            reference.check_finite([w.name for w in weights], [_gradient(w) for w in weights])
+            check_finite([w.name for w in weights], [_gradient(w) for w in weights])
 
     def _take_sums(self) -> dict[str, MomentSum]:
         """What this refresh adds to the moments, on this rank."""
@@ -317,7 +318,7 @@ class Dobb(torch.optim.Optimizer):
         self, weights: Sequence[LinearWeight], flat: Sequence[Tensor], learning_rate: float, weight_decay: float
     ) -> None:
         segments = [
-            reference.Segment(
+            Segment(
                 weight.name,
                 Shard(0, values.numel(), weight.rows if weight.output_side else weight.columns, weight.width),
                 weight.rows,
@@ -350,7 +351,7 @@ class Dobb(torch.optim.Optimizer):
                 if update is not None and weight.name in spectra:
                     self._observer.add_spectrum(weight.name, update.view(weight.rows, weight.columns))
 
-    def _column_scales(self, segments: Sequence[reference.Segment], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def _column_scales(self, segments: Sequence[Segment], gradients: Sequence[Tensor]) -> list[Tensor]:
         scales = []
         for segment, gradient in zip(segments, gradients, strict=True):
             squares = reference.column_squares(

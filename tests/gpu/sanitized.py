@@ -3,8 +3,7 @@
 import torch
 
 from megatron_dobb.methods.dobb import kernels
-from megatron_dobb.methods.dobb.blocks import Shard
-from megatron_dobb.methods.dobb.update import Segment
+from megatron_dobb.sharding.segment import Segment, Shard
 
 SETTINGS = {"learning_rate": 0.03, "weight_decay": 0.1, "momentum": 0.95, "nesterov": False, "update_scale": 0.2}
 

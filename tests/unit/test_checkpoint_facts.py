@@ -15,8 +15,8 @@ from megatron_dobb.errors import CheckpointError  # noqa: E402
 from megatron_dobb.megatron.checkpoint import foreign  # noqa: E402
 from megatron_dobb.megatron.checkpoint.metadata import FORMAT_VERSION, METADATA, Saved  # noqa: E402
 from megatron_dobb.megatron.dobb.sharded_blocks import StateOfBlocks, WeightInModel, runs  # noqa: E402
+from megatron_dobb.methods.dobb.block_ownership import BlockOwnership  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
-from megatron_dobb.sharding.ownership import Ownership  # noqa: E402
 
 CONFIG = DobbConfig(blocks=4, blocks_for={"*.linear_fc2": 8}, exclude=("*.linear_proj",))
 SAVED = Saved.of(CONFIG, attempted_steps=7, capture_sequences=12, experts_apart=False)
@@ -118,7 +118,7 @@ def test_runs_end_where_they_must_and_leave_out_what_is_not_wanted(blocks, multi
 def test_what_ranks_read_from_one_offset_on_has_one_length(held, wanted_owners, ratio):
     """Megatron takes it for the same data. Blocks are of width 8, and `ratio` times as wide in the checkpoint."""
     owners = tuple(rank % len(held) for rank in wanted_owners)
-    everything = Ownership([{"w": tuple(sorted(blocks))} for blocks in held], {"w": 8}, {"w": owners})
+    everything = BlockOwnership([{"w": tuple(sorted(blocks))} for blocks in held], {"w": 1}, {"w": owners}, {"w": 8})
     config = DobbConfig(blocks=8)
     saved = Saved.of(DobbConfig(blocks=8 // ratio), attempted_steps=1, capture_sequences=1, experts_apart=False)
     lengths: dict[tuple, set] = {}

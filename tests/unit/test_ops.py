@@ -16,7 +16,7 @@ from megatron_dobb.errors import NonFiniteError, UnsupportedError
 from megatron_dobb.kernels import extension
 from megatron_dobb.methods.dobb import kernels
 from megatron_dobb.methods.dobb import update as reference
-from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.sharding.segment import Segment, Shard
 
 
 @needs_extension
@@ -375,9 +375,7 @@ def test_plain_pytorch_finds_exact_signs_also_where_the_process_allows_less_than
         original(*args, **settings)
 
     monkeypatch.setattr(reference, "update", update)
-    segment = reference.Segment(
-        "w", Shard(0, 8, 4, 2), 2, 4, torch.ones(8), torch.zeros(8), torch.eye(2).repeat(2, 1, 1)
-    )
+    segment = Segment("w", Shard(0, 8, 4, 2), 2, 4, torch.ones(8), torch.zeros(8), torch.eye(2).repeat(2, 1, 1))
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         kernels.update(

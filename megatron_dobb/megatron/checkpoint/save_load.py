@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...methods.dobb.capture import Capture
 from ...methods.dobb.refresh_group import RefreshGroup
 from ...methods.dobb.settings import DobbConfig
-from ...methods.dobb.update import Segment
+from ...sharding.segment import Segment
 from ..console import log_load, say
 from ..dobb.process_groups import Ranks
 from ..dobb.scheduler import Refreshes

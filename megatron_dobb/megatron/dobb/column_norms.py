@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...methods.dobb import update
-from ...methods.dobb.update import Segment
+from ...sharding.segment import Segment
 from ..model.select_weights import ManagedWeight
 from .process_groups import Ranks
 

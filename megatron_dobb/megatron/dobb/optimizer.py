@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...methods.dobb import kernels, update
+from ...methods.dobb import kernels
+from ...methods.dobb.block_ownership import work
 from ...methods.dobb.capture import Capture, MomentSum
 from ...methods.dobb.refresh_group import HeldWeight, RefreshCounts
 from ...methods.dobb.schedule import is_due, phases
 from ...methods.dobb.settings import DobbConfig
-from ...sharding.ownership import work
+from ...numerics.finite import check_finite
+from ...sharding.segment import Segment
 from ..checkpoint.save_load import MOMENTUM, ResumableOptimizer, is_dobb
 from ..console import log_whole_model
 from ..model.select_weights import ChunkPlan, ManagedWeight
@@ -221,7 +223,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
             self.optimizer.state[shard][MOMENTUM] = momentum
             weight = managed[name]
             self.segments[index].append(
-                update.Segment(
+                Segment(
                     name,
                     weight.shard(*cut_of[name]),
                     weight.geometry.rows,
@@ -286,7 +288,7 @@ class DobbDistributedOptimizer(ResumableOptimizer):
         gradients = [[_gradient(shard) for shard in shards] for shards in self.shards]
         kernels.check(self._pending)
         self._pending = []
-        update.check_finite(
+        check_finite(
             [s.name for segments in self.segments for s in segments],
             [g for group in gradients for g in group],
         )

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ...errors import NonFiniteError, UnsupportedError
 from ...kernels import extension
+from ...numerics.precision import full_precision
+from ...sharding.segment import Segment
 from . import moment
 from . import update as reference
-from .orthogonalize import Method, RefreshedBasis, full_precision
+from .orthogonalize import Method, RefreshedBasis
 from .orthogonalize import refresh_basis as plain_refresh_basis
-from .update import Segment
 
 Backend = Literal["auto", "extension", "reference"]
 Precision = Literal["exact", "bf16"]
@@ -73,7 +74,7 @@ def update(
         What `check` must look at before the next step, on devices that run behind the host. Nothing on a CPU.
 
     Raises:
-        NonFiniteError: if coefficients on a CPU are not finite, which `reference.check_finite` does not rule out:
+        NonFiniteError: if coefficients on a CPU are not finite, which `numerics.finite.check_finite` does not rule out:
             finite gradients can overflow the momentum.
         UnsupportedError: if `backend` is `extension` and it cannot run.
     """
