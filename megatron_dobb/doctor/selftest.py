@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..kernels import extension
+from ..kernels import dispatch, extension
 from ..methods.dobb import kernels as ops
 from ..methods.dobb import update
 from ..pytorch.dobb import Dobb
@@ -27,7 +27,7 @@ def kernels() -> Iterator[Finding]:
         if device == "cuda":
             remedy = f"unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE if they are set, else {remedy}"
         if extension.runs_on(device):
-            name = ops._kernel_name(torch.device(device))
+            name = dispatch.kernel_name(torch.device(device))
             remedy = "train with --dobb-backend reference, and please report it"
         problem = update_error(device)
         if problem is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CaptureError, ConfigError, UnsupportedError
+from ..kernels.dispatch import Backend
 from ..methods.dobb import kernels
 from ..methods.dobb import metrics as figures
 from ..methods.dobb import update as reference
@@ -473,7 +474,7 @@ def _has_gradient(weight: LinearWeight, sums: Mapping[str, MomentSum]) -> bool:
     return gradient is not None and (sums[weight.name].calls > 0 or bool(gradient.any()))
 
 
-def _gram(weight: LinearWeight, gradient: Tensor, backend: kernels.Backend) -> MomentSum:
+def _gram(weight: LinearWeight, gradient: Tensor, backend: Backend) -> MomentSum:
     """`G^T G` of the blocks over the input axis, or `G G^T` of those over the output axis (paper, Table 13)."""
     rows = gradient.t() if weight.output_side else gradient
     total = rows.new_zeros(weight.blocks, weight.width, weight.width, dtype=torch.float32)

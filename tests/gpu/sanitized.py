@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron_dobb.kernels import dispatch
 from megatron_dobb.methods.dobb import kernels
 from megatron_dobb.sharding.segment import Segment, Shard
 
@@ -32,7 +33,7 @@ def main() -> None:
         total = torch.zeros(2, width, width, device="cuda")
         kernels.gram_(total, torch.randn(70, 2 * width, device="cuda").bfloat16(), width)
     torch.cuda.synchronize()
-    print("kernels run:", dict(kernels.kernels_run))
+    print("kernels run:", dict(dispatch.kernels_run))
 
 
 if __name__ == "__main__":

@@ -418,4 +418,4 @@ def test_planning_needs_neither_torch_nor_megatron(module: str) -> None:
         for alias in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module or "")])
     }
     assert imported
-    assert imported <= {"bisect", "collections", "dataclasses", "functools", "itertools", "math"}
+    assert imported <= {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "typing"}
