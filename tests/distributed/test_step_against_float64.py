@@ -1,7 +1,7 @@
-"""Every step of Dobb inside Megatron against a float64 computation written straight from docs/how-it-works.md.
+"""Every step of Dobb inside Megatron against `simple.py` in float64.
 
-The float64 model gets what a step is given, the run's gradients and layer inputs, and from there on computes
-everything itself: the moments, the bases, the momentum and the weights.
+The simple form is given the run's gradients and layer inputs, and computes everything else itself: the moments, the
+bases, the momentum and the weights.
 """
 
 import functools
@@ -12,14 +12,16 @@ import pytest
 import torch
 from global_form import join_shards
 from layout_runs import Layout, Run, start
+from torch import nn
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.methods.dobb.schedule import is_due
+from megatron_dobb.simple import SimpleDobb
 from testbed import processes
 
 STEPS, BLOCKS, CAPTURED = 20, 4, 19
 LEARNING_RATE, WEIGHT_DECAY = 2e-3, 0.1
-MOMENTUM, MOMENT_BETA, UPDATE_SCALE = 0.95, 0.9, 0.2
+SETTINGS = {"momentum": 0.95, "moment_beta": 0.9, "update_scale": 0.2}
 
 STEP_TOLERANCE = 5e-4
 """Allowed error of any entry, as a fraction of the length of the step along one basis vector. The moments of the fc2
@@ -36,57 +38,19 @@ VARIANTS = {
 }
 
 
-class Float64Dobb:
-    """One weight, exactly as docs/how-it-works.md states the update."""
-
-    def __init__(self, weight, *, nesterov=False, iterations=1):
-        self.W = weight.double()
-        self.m, self.n = weight.shape
-        self.b = self.n // BLOCKS
-        self.M = torch.zeros_like(self.W)
-        self.A = [torch.zeros(self.b, self.b, dtype=torch.float64) for _ in range(BLOCKS)]
-        self.Q = [torch.eye(self.b, dtype=torch.float64) for _ in range(BLOCKS)]
-        self.C = [torch.zeros(self.m, self.b, dtype=torch.float64) for _ in range(BLOCKS)]
-        self.nesterov, self.iterations = nesterov, iterations
-
-    def columns(self, j):
-        return slice(j * self.b, (j + 1) * self.b)
-
-    def refresh(self, x):
-        """`x [tokens, n]`: the inputs of the layer."""
-        for j in range(BLOCKS):
-            x_j = x.double()[:, self.columns(j)]
-            self.A[j] = MOMENT_BETA * self.A[j] + (1 - MOMENT_BETA) * (x_j.T @ x_j) / len(x)
-            for _ in range(self.iterations):
-                self.Q[j] = torch.linalg.qr(self.A[j] @ self.Q[j]).Q
-
-    def step(self, gradient):
-        G = gradient.double()
-        self.M = MOMENTUM * self.M + (1 - MOMENTUM) * G
-        source = MOMENTUM * self.M + (1 - MOMENTUM) * G if self.nesterov else self.M
-        self.O = torch.empty_like(self.W)
-        for j in range(BLOCKS):
-            self.C[j] = source[:, self.columns(j)] @ self.Q[j]
-            self.O[:, self.columns(j)] = torch.sign(self.C[j]) @ self.Q[j].T / math.sqrt(self.m)
-        self.W = self.decayed(self.W) - LEARNING_RATE * self.scale * self.O
-
-    @property
-    def scale(self):
-        return UPDATE_SCALE * math.sqrt(max(self.m, self.n))
-
-    @staticmethod
-    def decayed(weight):
-        return (1 - LEARNING_RATE * WEIGHT_DECAY) * weight
+def simple_form(weight, variant):
+    """A layer with this weight, and the one-file statement of the method for it, both in float64."""
+    layer = nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.float64)
+    layer.weight.data = weight.double()
+    return layer, SimpleDobb([layer], LEARNING_RATE, WEIGHT_DECAY, blocks=BLOCKS, **SETTINGS, **VARIANTS[variant])
 
 
 def config_of(variant):
     return DobbConfig(
         blocks=BLOCKS,
         capture_sequences=CAPTURED,
-        momentum=MOMENTUM,
-        moment_beta=MOMENT_BETA,
-        update_scale=UPDATE_SCALE,
         basis_dtype="fp32",
+        **SETTINGS,
         **VARIANTS[variant],
     )
 
@@ -138,6 +102,11 @@ def captured_input(ranks, layout, step, name):
     return torch.cat(microbatches, dim=1)[:, :CAPTURED].flatten(0, 1)
 
 
+def moved(before, after):
+    """How far a step took a weight, apart from the weight decay."""
+    return after.detach() - (1 - LEARNING_RATE * WEIGHT_DECAY) * before
+
+
 @functools.cache
 def recorded(layout, variant):
     return processes.run(layout.world, train_and_record, layout, config_of(variant))
@@ -151,18 +120,18 @@ def test_weights_follow_the_float64_computation_but_for_listed_flips(layout, var
     assert sum(is_due(step, 0, config.refresh_interval) for step in range(STEPS)) == 3
     found, largest = [], 0.0
     for name in weights[0]:
-        model = Float64Dobb(weights[0][name], nesterov=config.nesterov, iterations=config.iterations)
-        flipped = torch.zeros_like(model.W)
+        layer, exact = simple_form(weights[0][name], variant)
+        step_size = LEARNING_RATE * exact.update_scale * math.sqrt(max(layer.weight.shape) / len(layer.weight))
         for step in range(STEPS):
+            before = layer.weight.detach().clone()
             if is_due(step, 0, config.refresh_interval):
-                model.refresh(captured_input(ranks, layout, step, name))
-            model.step(join_shards([rank["gradients"][step] for rank in ranks], name))
-            step_size = LEARNING_RATE * model.scale / math.sqrt(model.m)
-            made = weights[step + 1][name].double() - model.decayed(weights[step][name].double())
+                layer(captured_input(ranks, layout, step, name).double())
+            layer.weight.grad = join_shards([rank["gradients"][step] for rank in ranks], name).double()
+            exact.step()
             new, explained = flips.find(
-                made + LEARNING_RATE * model.scale * model.O,
-                torch.stack(model.C, dim=1),
-                torch.stack(model.Q),
+                moved(weights[step][name].double(), weights[step + 1][name].double()) - moved(before, layer.weight),
+                exact.coefficients(layer.weight),
+                exact.state[layer.weight]["basis"],
                 step_size=step_size,
                 tolerance=STEP_TOLERANCE * step_size,
                 bound=FLIP_BOUND,
@@ -170,8 +139,8 @@ def test_weights_follow_the_float64_computation_but_for_listed_flips(layout, var
                 step=step,
             )
             found += new
-            flipped = model.decayed(flipped) + explained
-        error = float((weights[-1][name] - flipped - model.W).abs().max())
+            layer.weight.data += explained
+        error = float((weights[-1][name] - layer.weight.detach()).abs().max())
         largest = max(largest, error / step_size)
     coefficients = STEPS * sum(w.numel() for w in weights[0].values())
     with capsys.disabled():

@@ -1,4 +1,4 @@
-"""The plain optimizer: its step against float64 and against torch, and its manners in a training loop."""
+"""The plain optimizer: properties of its step, and its behavior in a training loop."""
 
 import math
 
@@ -10,106 +10,7 @@ from torch import nn
 from megatron_dobb import Dobb
 from megatron_dobb.errors import ConfigError
 
-# The step, against the formulas of docs/how-it-works.md in float64.
-
-
-def gram_schmidt(columns):
-    """An orthonormal basis of the columns of an invertible matrix, each column done twice."""
-    basis = torch.zeros_like(columns)
-    for i in range(columns.shape[1]):
-        v = columns[:, i].clone()
-        for _ in range(2):
-            v -= basis[:, :i] @ (basis[:, :i].T @ v)
-        basis[:, i] = v / v.norm()
-    return basis
-
-
-class Float64:
-    """One weight on Dobb, block by block. A sign that differs from the observed one is counted, then followed."""
-
-    def __init__(self, weight, blocks, nesterov):
-        self.w, self.m = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
-        self.rows, self.columns = weight.shape
-        self.width = self.columns // blocks
-        self.nesterov = nesterov
-        self.a = [torch.zeros(self.width, self.width, dtype=torch.float64) for _ in range(blocks)]
-        self.q = [torch.eye(self.width, dtype=torch.float64) for _ in range(blocks)]
-        self.flips = self.signs = 0
-
-    def refresh(self, x, beta=0.95):
-        for j, x_j in enumerate(x.double().flatten(0, -2).split(self.width, dim=1)):
-            self.a[j] = beta * self.a[j] + (1 - beta) * x_j.T @ x_j / len(x_j)
-            self.q[j] = gram_schmidt(self.a[j] @ self.q[j])
-
-    def step(self, gradient, observed, lr, wd, mu=0.95, tau=0.2):
-        gradient = gradient.double()
-        self.m = mu * self.m + (1 - mu) * gradient
-        source = mu * self.m + (1 - mu) * gradient if self.nesterov else self.m
-        decayed = (1 - lr * wd) * self.w
-        scale = lr * tau * math.sqrt(max(self.rows, self.columns))
-        seen = (decayed - observed.double()) / scale * math.sqrt(self.rows)  # S Q^T, block by block
-        update = torch.zeros_like(self.w)
-        for j, q in enumerate(self.q):
-            columns = slice(j * self.width, (j + 1) * self.width)
-            c = source[:, columns] @ q
-            s, s_seen = c.sign(), (seen[:, columns] @ q).round()
-            near_zero = c.abs() <= 1e-5 * c.square().mean(dim=1, keepdim=True).sqrt()
-            assert not (s != s_seen)[~near_zero].any()
-            self.flips += int((s != s_seen).sum())
-            self.signs += s.numel()
-            update[:, columns] = torch.where(near_zero, s_seen, s) @ q.T / math.sqrt(self.rows)
-        self.w = decayed - scale * update
-
-
-@pytest.mark.parametrize(
-    ("basis", "settings"),
-    [
-        ("fp32", {}),
-        ("fp32", {"nesterov": True}),
-        ("fp32", {"qr": "cholesky"}),
-        ("bf16", {}),
-        ("bf16", {"qr": "cholesky"}),
-    ],
-)
-def test_twenty_steps_are_design_section_2_in_float64(basis, settings):
-    model = mlp()
-    optimizer = Dobb(model, lr=0.01, weight_decay=0.1, blocks=BLOCKS, basis_dtype=basis, **settings)
-    exact = {
-        name: Float64(getattr(model, name).weight.detach(), BLOCKS.get(name, 4), settings.get("nesterov", False))
-        for name in LAYERS
-    }
-    inputs = {}
-    for name in LAYERS:
-        getattr(model, name).register_forward_pre_hook(
-            lambda _, args, name=name: inputs.update({name: args[0].detach()})
-        )
-    refreshes, worst = 0, {}
-    for step in range(22):
-        optimizer.zero_grad()
-        backward(model, batch(step))
-        optimizer.step()
-        for name, expected in exact.items():
-            layer, state = getattr(model, name), tensors(optimizer, name)
-            if step % 9 == 0:
-                refreshes += 1
-                expected.refresh(inputs[name])
-                for a, found in zip(expected.a, state["moment"], strict=True):
-                    torch.testing.assert_close(found.double(), a, rtol=1e-5, atol=1e-7)
-                for j, found in enumerate(state["basis"].double()):
-                    signs = (found * expected.q[j]).sum(0).sign()
-                    error = (found * signs - expected.q[j]).abs().max()
-                    assert error < (2e-3 if basis == "bf16" else 1e-4)
-                    if basis == "bf16":  # one rounding, then each goes on from the same basis
-                        expected.q[j] = found
-            expected.step(layer.weight.grad, layer.weight.detach(), lr=0.01, wd=0.1)
-            torch.testing.assert_close(state["momentum"].double(), expected.m, rtol=1e-5, atol=1e-8)
-            worst[name] = float((layer.weight.detach().double() - expected.w).abs().max())
-    assert refreshes == 3 * len(LAYERS)
-    flips, signs = sum(e.flips for e in exact.values()), sum(e.signs for e in exact.values())
-    print(f"largest differences {worst}; {flips} of {signs} signs flipped, all within rounding of zero")
-    # Cholesky damps A by 1e-5 of its diagonal, which is no rounding error.
-    assert max(worst.values()) < (1e-5 if settings.get("qr") == "cholesky" else 5e-7)
-    assert flips <= 1e-4 * signs
+# The step; test_simple.py holds it against float64.
 
 
 def test_parameters_of_adamw_are_updated_as_by_torch():
