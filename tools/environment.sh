@@ -15,7 +15,7 @@ say() { printf '%s\n' "$*" >&2; }
 is_supported() { "$1" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (4,))' 2>/dev/null; }
 
 # Prints the interpreter to use; says what to install where there is none. Python 3.12 and 3.13 come before 3.14
-# because Megatron-Core publishes compiled packages for them. uv also knows its own Pythons, pyenv's and conda's.
+# because Megatron-Core publishes compiled packages for them. A pattern without a match fails as any other name does.
 find_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
@@ -25,11 +25,15 @@ find_python() {
         return 1
     fi
     for candidate in "$VENV_PYTHON" python3.12 python3.13 python3.14 python3 python \
-        "$(uv python find --no-project '>=3.12' 2>/dev/null)"; do
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python \
+        "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}"/cpython-3.*/bin/python3 \
+        /{opt/homebrew,usr/local,usr}/bin/python3.1[2-9] \
+        {"$HOME",/opt}/{conda,miniconda3,anaconda3,miniforge3,mambaforge}{,/envs/*}/bin/python; do
         is_supported "$candidate" && echo "$candidate" && return
     done
-    say "error: no Python >= 3.12 on PATH. Install one, such as python3.12 and python3.12-venv of Ubuntu 24.04, or with"
-    say "       'uv python install 3.12' (https://docs.astral.sh/uv), or point to one with PYTHON=/path/to/python."
+    say "error: no Python >= 3.12 found on PATH or among those of pyenv, uv, conda and Homebrew. Install one, such as"
+    say "       python3.12 and python3.12-venv of Ubuntu 24.04, or with 'uv python install 3.12'"
+    say "       (https://docs.astral.sh/uv), or point to one with PYTHON=/path/to/python."
     return 1
 }
 
