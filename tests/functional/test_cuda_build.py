@@ -79,14 +79,12 @@ def test_nvcc_builds_an_extension_that_loads_without_a_gpu(build):
 
 
 @needs_toolkit
-def test_no_usual_kernel_spills_registers_and_each_fits_on_a_multiprocessor(build):
+def test_no_usual_kernel_spills_registers(build):
     _, printed = build
-    kernels = kernel_report.parse(printed)
-    usual = [kernel for kernel in kernels if kernel_report.is_usual(kernel)]
+    usual = [kernel for kernel in kernel_report.parse(printed) if kernel.is_usual]
     assert {kernel.numbers[0] for kernel in usual} == {1, 2, 3, 4, 6, 8, 12, 16, 20, 26, 32}
     for kernel in usual:
         assert kernel.spill_bytes == 0, kernel
-        assert kernel_report.resident_blocks(kernel, kernel_report.shape_of(kernel), ARCHITECTURE) >= 1, kernel
 
 
 @needs_toolkit

@@ -1,13 +1,8 @@
-"""The report on the CUDA kernels says what the assembler said, and what the source fixes."""
-
-import re
-from pathlib import Path
+"""The report on the CUDA kernels says what the assembler said."""
 
 import pytest
 
 from tools import kernel_report as report
-
-CUDA = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
 
 PRINTED = """
 ptxas info    : 0 bytes gmem
@@ -28,10 +23,10 @@ ptxas info    : Used 30 registers, used 0 barriers, 512 bytes smem
 
 def test_registers_spills_and_template_arguments_are_read():
     fused, streamed, wide = report.parse(PRINTED)
-    assert fused == report.Kernel("fused_update", (12, 2, 1, 0, 1), 168, 0, 0)
-    assert streamed == report.Kernel("streamed_update", (32, 2), 255, 44, 0)
-    assert wide == report.Kernel("wide_signs", (0,), 30, 0, 512)
-    assert [report.is_usual(kernel) for kernel in (fused, streamed, wide)] == [True, True, False]
+    assert fused == report.Kernel("fused_update", (12, 2, 1, 0, 1), 168, 0)
+    assert streamed == report.Kernel("streamed_update", (32, 2), 255, 44)
+    assert wide == report.Kernel("wide_signs", (0,), 30, 0)
+    assert [kernel.is_usual for kernel in (fused, streamed, wide)] == [True, True, False]
 
 
 def test_an_output_without_a_report_is_an_error():
@@ -39,25 +34,12 @@ def test_an_output_without_a_report_is_an_error():
         report.parse("nvcc warning : nothing")
 
 
-def test_occupancy_follows_from_registers_and_shared_memory():
-    fused, streamed, _ = report.parse(PRINTED)
-    # 192 threads of 168 registers twice; two bases of 192 x 200 bf16 fit into 228 KB.
-    assert report.resident_blocks(fused, report.shape_of(fused), "90") == 2
-    assert report.resident_blocks(streamed, report.shape_of(streamed), "80") == 1
-
-
-def test_the_numbers_of_threads_are_those_of_the_source():
-    text = (CUDA / "update_fused.cuh").read_text()
-    assert "kThreads = kSteps <= 8 ? 128 : kSteps <= 12 ? 192 : 256" in text
-    assert re.search(r"kUsual \? 1 : kSteps <= 4 \? 4 : kSteps <= 8 \? 3 : kSteps <= 12 \? 2 : 1;", text)
-    assert "kStageBytes = 4 * simt::kWarp * sizeof(Quad)" in text
-    assert "kMost = 4" in text
-    assert "kRows = 64, kThreads = 256" in (CUDA / "update_streamed.cuh").read_text()
-
-
-def test_the_estimate_lies_between_no_overlap_and_full_overlap():
-    fused, streamed, _ = report.parse(PRINTED)
-    for kernel in (fused, streamed):
-        shape = report.shape_of(kernel)
-        low, high = report.bandwidth_share(shape, 1)
-        assert 0 < low < high <= 1
+def test_the_table_has_the_usual_kernels_first_and_columns_for_each_architecture():
+    fused, streamed, wide = report.parse(PRINTED)
+    lines = report.table({"80": [wide, streamed, fused], "90": [wide._replace(registers=31), streamed, fused]})
+    assert lines[0] == "| kernel | sm_80: registers | spilled bytes | sm_90: registers | spilled bytes |"
+    assert lines[2:] == [
+        "| fused_update<12, 2, 1, 0, 1> | 168 | 0 | 168 | 0 |",
+        "| streamed_update<32, 2> | 255 | 44 | 255 | 44 |",
+        "| wide_signs<0> | 30 | 0 | 31 | 0 |",
+    ]
