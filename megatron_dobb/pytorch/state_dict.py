@@ -1,9 +1,9 @@
-"""The plain optimizer's state as torch knows that of every optimizer, and what a state_dict must hold to be loaded.
+"""Read the state_dict of an optimizer for whole weights, and refuse one that does not fit before anything is changed.
 
-A weight on Dobb has the entries `momentum` `[m, n]`, `moment` and `basis` `[B, b, b]`, and its param group counts the
-steps. Whatever carries ordinary optimizer state, such as `torch.distributed.checkpoint.state_dict`, so carries Dobb's.
-Besides, a state_dict names the weights under `dobb`, which torch's helpers drop. An older form of state_dict, which had
-all of Dobb's state there, is still read.
+A managed weight has the entries of its method, such as `momentum`, and its param group counts the steps. Whatever
+carries ordinary optimizer state, such as `torch.distributed.checkpoint.state_dict`, so carries the method's. It
+also names the managed weights under the method's name, which torch's helpers drop. An older form of state_dict, which
+had all of a method's state there, is still read.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -15,48 +15,56 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..methods.dobb.settings import DobbConfig
 from .select_weights import LinearWeight
 
-STATE = "dobb"
-"""The key of the weights' names in a state_dict, and of the mark of a param group."""
 
-KEYS = ("momentum", "moment", "basis")
-COUNTERS = ("attempted_steps", "capture_sequences")
+@dataclass(frozen=True)
+class StateForm:
+    """The form of a method's state in a state_dict.
 
-_NOT_OURS = "it was not saved by Dobb"
+    Attributes:
+        mark: key of the weights' names in a state_dict, and of the mark of the method's param group.
+        title: the method's name in messages.
+        keys: the tensors of a managed weight.
+        counters: entries of the method's param group that count steps and the like.
+        facts: entries that a state_dict must agree on with the optimizer, and their values where they are missing.
+    """
+
+    mark: str
+    title: str
+    keys: tuple[str, ...]
+    counters: tuple[str, ...]
+    facts: Mapping[str, str]
+
+    @property
+    def foreign(self) -> str:
+        """The reason why a state_dict of another optimizer does not do."""
+        return f"it was not saved by {self.title}"
 
 
 @dataclass(frozen=True)
 class Loadable:
-    """What a state_dict holds, known to fit.
+    """Contents of a state_dict that fits.
 
     Attributes:
-        weights: tensors of the weights on Dobb by `KEYS`, by name.
-        attempted_steps: calls of `step`.
-        capture_sequences: how many sequences feed the moments; None if not settled yet.
+        weights: tensors of the managed weights by `StateForm.keys`, by name.
+        counters: the method's counters.
         of_adamw: the state_dict without those tensors, which torch would cast to the parameters' dtype.
     """
 
     weights: Mapping[str, Mapping[str, Tensor]]
-    attempted_steps: int
-    capture_sequences: int | None
+    counters: Mapping[str, Any]
     of_adamw: dict[str, Any]
 
 
-def counters(attempted_steps: int, capture_sequences: int | None) -> dict[str, int | None]:
-    """What Dobb's param group says of the schedule."""
-    return dict(zip(COUNTERS, (attempted_steps, capture_sequences), strict=True))
-
-
-def begin_adamw(state: MutableMapping[Any, Any], groups: Iterable[Mapping[str, Any]]) -> None:
+def begin_adamw(state: MutableMapping[Any, Any], groups: Iterable[Mapping[str, Any]], mark: str) -> None:
     """Give the parameters on AdamW the state that its first step would give them, where they have none.
 
     Torch's helpers ask an optimizer for its state before they load into it, and take only what is there.
     """
     for group in groups:
         on_device = group.get("capturable") or group.get("fused")
-        for parameter in group["params"] if not group[STATE] else ():
+        for parameter in group["params"] if not group[mark] else ():
             known = state.get(parameter)
             if known and (known["step"] != 0 or _alike(known["exp_avg"], parameter)):
                 continue
@@ -70,62 +78,69 @@ def read(
     groups: Sequence[Mapping[str, Any]],
     weights: Mapping[str, LinearWeight],
     live: Mapping[str, Mapping[str, Tensor]],
-    config: DobbConfig,
+    form: StateForm,
+    facts: Mapping[str, str],
 ) -> Loadable:
-    """What a state_dict holds for an optimizer.
+    """Find an optimizer's state in a state_dict.
 
     Args:
-        state_dict: `Dobb.state_dict()`, what torch's helpers made of it, or one of the older form.
+        state_dict: an optimizer's `state_dict()`, torch's helpers' form of it, or one of the older form.
         groups: the optimizer's param groups.
-        weights: those on Dobb, by name.
-        live: their tensors by `KEYS`, by name.
-        config: the optimizer's settings.
+        weights: those that it manages, by name.
+        live: their tensors by `StateForm.keys`, by name.
+        form: the method's.
+        facts: the optimizer's values of `form.facts`.
 
     Raises:
         ConfigError: if something is missing or does not fit.
     """
-    part, saved_groups = state_dict.get(STATE), state_dict.get("param_groups")
+    part, saved_groups = state_dict.get(form.mark), state_dict.get("param_groups")
     if not saved_groups or not isinstance(state_dict.get("state"), Mapping):
-        raise ConfigError(f"this state_dict has no param_groups or no state: {_NOT_OURS}")
+        raise ConfigError(f"this state_dict has no param_groups or no state: {form.foreign}")
     older = isinstance(part, Mapping) and "weights" in part
     if isinstance(part, Mapping) and "weights" in part:
-        known, found = part, part["weights"]
+        known, entries = part, part["weights"]
         of_adamw = {**state_dict}
     else:
-        known = next((group for group in saved_groups if group.get(STATE)), {})
+        known = next((group for group in saved_groups if group.get(form.mark)), {})
         names = part.get("names") if isinstance(part, Mapping) else None
-        ours = _entries_of_ours(state_dict["state"], known, names, saved_groups, groups, weights)
-        found = {name: state_dict["state"][key] for key, name in ours.items()}
-        of_adamw = {**state_dict, "state": {k: v for k, v in state_dict["state"].items() if k not in ours}}
-    if not found:
-        raise ConfigError(f"this state_dict has no state of weights on Dobb: {_NOT_OURS}")
-    had = known.get("side", "input"), known.get("source", "activation")
-    if had != (config.side, config.source):
+        managed = _managed_entries(state_dict["state"], known, names, saved_groups, groups, weights, form)
+        entries = {name: state_dict["state"][key] for key, name in managed.items()}
+        of_adamw = {**state_dict, "state": {k: v for k, v in state_dict["state"].items() if k not in managed}}
+    if not entries:
+        raise ConfigError(f"this state_dict has no state of weights on {form.title}: {form.foreign}")
+    saved_facts = {key: known.get(key, usual) for key, usual in form.facts.items()}
+    if saved_facts != dict(facts):
         raise ConfigError(
-            f"this state_dict has moments of side {had[0]!r} and source {had[1]!r}, and this optimizer those of side "
-            f"{config.side!r} and source {config.source!r}: build it with the same ones"
+            f"this state_dict has moments of {_listed(saved_facts)}, and this optimizer those of {_listed(facts)}: "
+            "build it with the same ones"
         )
-    _check_weights(found, weights, live)
-    missing = [key for key in COUNTERS if key not in known]
+    _check_weights(entries, weights, live, form)
+    missing = [key for key in form.counters if key not in known]
     if missing:
-        raise ConfigError(f"this state_dict has no {' and no '.join(missing)} of Dobb's: {_NOT_OURS}")
-    _check_rest(of_adamw, groups)
+        raise ConfigError(f"this state_dict has no {' and no '.join(missing)} of {form.title}'s: {form.foreign}")
+    _check_rest(of_adamw, groups, form.mark)
     if not older:
-        _check_adamw(of_adamw, groups)
-    return Loadable(found, int(known["attempted_steps"]), known["capture_sequences"], of_adamw)
+        _check_adamw(of_adamw, groups, form.mark)
+    return Loadable(entries, {key: known[key] for key in form.counters}, of_adamw)
 
 
-def _entries_of_ours(
+def _listed(facts: Mapping[str, str]) -> str:
+    return " and ".join(f"{key} {value!r}" for key, value in facts.items())
+
+
+def _managed_entries(
     state: Mapping[Any, Mapping[str, Any]],
     known: Mapping[str, Any],
     names: Sequence[str] | None,
     saved_groups: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     weights: Mapping[str, LinearWeight],
+    form: StateForm,
 ) -> dict[Any, str]:
-    """The names of the weights whose entries in `state` are Dobb's, by the entries' keys."""
+    """The names of the managed weights by the keys of their entries in `state`."""
     # Torch's helpers use names as keys, and arrange them as the optimizer has its parameters.
-    ours = {key: str(key) for key, entry in state.items() if any(kind in entry for kind in KEYS)}
+    ours = {key: str(key) for key, entry in state.items() if any(kind in entry for kind in form.keys)}
     if names is not None and known:
         ours.update(dict(zip(known["params"], names, strict=False)))
         return {key: name for key, name in ours.items() if key in state}
@@ -143,10 +158,11 @@ def _check_weights(
     found: Mapping[str, Mapping[str, Any]],
     weights: Mapping[str, LinearWeight],
     live: Mapping[str, Mapping[str, Tensor]],
+    form: StateForm,
 ) -> None:
     for names, problem in (
         (weights.keys() - found.keys(), "this state_dict has no state of"),
-        (found.keys() - weights.keys(), "this optimizer does not have on Dobb, but the state_dict has,"),
+        (found.keys() - weights.keys(), f"this optimizer does not have on {form.title}, but the state_dict has,"),
     ):
         if names:
             shown = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
@@ -161,27 +177,26 @@ def _check_weights(
             if saved.shape != tensor.shape:
                 raise ConfigError(
                     f"this state_dict has the {key} of {name} as {list(saved.shape)}, and this optimizer as "
-                    f"{list(tensor.shape)}, with {weight.blocks} blocks of {weight.width} columns: "
-                    "use the same model and the same blocks or block_width"
+                    f"{list(tensor.shape)}{weight.detail}: use the same model and the same settings"
                 )
 
 
-def _check_rest(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """That nothing of AdamW was lost, and that the param groups are the optimizer's."""
+def _check_rest(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], mark: str) -> None:
+    """Check that nothing of AdamW was lost, and that the param groups are the optimizer's."""
     for key, entry in state_dict["state"].items():
         lost = [kind for kind, value in entry.items() if isinstance(value, Mapping) and not value]
         if lost:  # what torch's helpers make of entries that a flattened state_dict does not have
             raise ConfigError(f"this state_dict has no {' and no '.join(lost)} of {key}, which is on AdamW")
     saved_groups = state_dict["param_groups"]
-    marks = [[bool(group.get(STATE)) for group in which] for which in (saved_groups, groups)]
+    marks = [[bool(group.get(mark)) for group in which] for which in (saved_groups, groups)]
     if _sizes(saved_groups) != _sizes(groups) or marks[0] != marks[1]:
         raise _other_groups(saved_groups, groups)
 
 
-def _check_adamw(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """That every parameter on AdamW has its state: what is missing would start anew, as if no step had been taken."""
+def _check_adamw(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], mark: str) -> None:
+    """Check that every parameter on AdamW has its state, which would otherwise start again from zero."""
     for saved, group in zip(state_dict["param_groups"], groups, strict=True):
-        for key in saved["params"] if not group[STATE] else ():
+        for key in saved["params"] if not group[mark] else ():
             entry = state_dict["state"].get(key, {})
             lost = [kind for kind in ("step", "exp_avg", "exp_avg_sq") if kind not in entry]
             if lost:

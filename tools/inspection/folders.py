@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dobb.errors import CheckpointError
-from megatron_dobb.pytorch.state_dict import KEYS, STATE
+from megatron_dobb.pytorch.dobb.optimizer import KEYS, STATE
 
 from .contents import State, not_ours
 from .index import Index

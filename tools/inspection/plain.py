@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_dobb.errors import CheckpointError
-from megatron_dobb.pytorch.state_dict import COUNTERS, KEYS, STATE
+from megatron_dobb.pytorch.dobb.optimizer import COUNTERS, KEYS, STATE
 
 from .contents import Facts, State, not_ours
 
@@ -78,7 +78,7 @@ def facts_of_group(layout: str, group: Mapping[str, Any]) -> Facts:
 
 
 def checked(tensors: Mapping[str, Any], where: str) -> State:
-    """The state of one weight from its tensors by `megatron_dobb.pytorch.state_dict.KEYS`.
+    """The state of one weight from its tensors by `megatron_dobb.pytorch.dobb.optimizer.KEYS`.
 
     Raises:
         CheckpointError: naming `where`, if one of them is of no shape that it can have.

@@ -3,35 +3,41 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import CaptureError, ConfigError, UnsupportedError
-from ..kernels.dispatch import Backend
-from ..methods.dobb import kernels
-from ..methods.dobb import metrics as figures
-from ..methods.dobb import update as reference
-from ..methods.dobb.capture import MomentSum, scale_sums
-from ..methods.dobb.metrics_recorder import Observer, Sink
-from ..methods.dobb.refresh_group import RefreshCounts
-from ..numerics.finite import check_finite
-from ..sharding.segment import Segment, Shard
-from . import state_dict as state
-from .keywords import Exclude, check_sink, named_as_keywords, read_settings
+from ...errors import CaptureError, ConfigError
+from ...kernels.dispatch import Backend
+from ...methods.dobb import kernels
+from ...methods.dobb import metrics as figures
+from ...methods.dobb import update as reference
+from ...methods.dobb.capture import MomentSum, scale_sums
+from ...methods.dobb.metrics_recorder import Observer, Sink
+from ...methods.dobb.refresh_group import RefreshCounts
+from ...sharding.segment import Segment, Shard
+from .. import state_dict as saved_state
+from ..base import MatrixOptimizer, adamw_lines, flat_gradient, process_group_of, ranks_of_job
+from ..keywords import Exclude, check_sink, named_as_keywords, read_settings
+from ..select_weights import logger, unwrap
+from ..state_dict import StateForm
+from .batch_capture import BatchCapture
+from .block_weights import BlockWeight, select_block_weights
 from .replicated_bases import ModelBases
-from .select_weights import BatchCapture, LinearWeight, choose, logger, unwrap
-from .state_dict import STATE
+
+STATE = "dobb"
+KEYS = ("momentum", "moment", "basis")
+COUNTERS = ("attempted_steps", "capture_sequences")
+FORM = StateForm(STATE, "Dobb", KEYS, COUNTERS, {"side": "input", "source": "activation"})
 
 _owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.WeakKeyDictionary()
 """The Dobb whose hooks are on a layer."""
 
 
-class Dobb(torch.optim.Optimizer):
+class Dobb(MatrixOptimizer[BlockWeight]):
     """Dobb for the weights of `nn.Linear` layers and AdamW for every other parameter, at one learning rate::
 
         optimizer = Dobb(model, lr=1e-3, weight_decay=0.1)
@@ -97,31 +103,33 @@ class Dobb(torch.optim.Optimizer):
         root = unwrap(model)
         with named_as_keywords():
             self.config, predicates = read_settings(exclude, settings)
-            choice = choose(root, self.config, predicates)
-        self.on_dobb, self.on_adamw, self._frozen = choice.dobb, choice.adamw, choice.frozen
+            selection = select_block_weights(root, self.config, predicates)
+        self.on_dobb, self.on_adamw = selection.dobb, selection.adamw
         if not self.on_dobb:
             raise ConfigError(
                 f"Dobb manages no weight of this {type(root).__name__}, only those of nn.Linear layers; on AdamW "
-                f"would be {'; '.join(self._adamw_lines()) or 'nothing'}; frozen: {self._frozen} parameters. "
-                "Use torch.optim.AdamW, or exclude less"
+                f"would be {'; '.join(adamw_lines(self.on_adamw)) or 'nothing'}; frozen: {selection.frozen} "
+                "parameters. Use torch.optim.AdamW, or exclude less"
             )
         _check_free(self.on_dobb.values())
-        self.attempted_steps = 0
+        super().__init__(
+            root,
+            self.on_dobb,
+            self.on_adamw,
+            selection.frozen,
+            FORM,
+            group=process_group_of(model, process_group),
+            built_alone=process_group is None and not ranks_of_job(),
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            eps=eps,
+        )
         self.refresh_counts = RefreshCounts()
         self._pending: kernels.Pending = []
-        self._weight_of = {weight.parameter: weight for weight in self.on_dobb.values()}
-        self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(self._make_groups(root), dict(self._adamw.defaults))
-        self._group = _process_group(model, process_group)
-        self._built_alone = process_group is None and not _ranks()
-        self._rank = dist.get_rank(self._group) if self._group is not None else 0
         self._sink, self._observer = diagnostics, Observer(self.config, active=self._rank == 0)
         check_sink(self.config, diagnostics, is_first=self._rank == 0)
         self._bases = ModelBases(tuple(self.on_dobb.values()), self.config, self._group)
-        self._momentum = {
-            name: torch.zeros_like(weight.parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
-            for name, weight in self.on_dobb.items()
-        }
         self._live = {
             name: {"momentum": momentum, "moment": self._bases.moment_of(name), "basis": self._bases.basis_of(name)}
             for name, momentum in self._momentum.items()
@@ -139,28 +147,7 @@ class Dobb(torch.optim.Optimizer):
         self._remove.atexit = False
         _owner_of.update({source.module: weakref.ref(self) for source in self._capture.sources})
         self._show_state()
-        self._begin()
-
-    def _make_groups(self, root: nn.Module) -> list[dict[str, Any]]:
-        others = [p for p in root.parameters() if p.requires_grad and p not in self._weight_of]
-        groups = [
-            {"params": list(self._weight_of), STATE: True},
-            {"params": [p for p in others if p.ndim >= 2], STATE: False},
-            {"params": [p for p in others if p.ndim < 2], STATE: False, "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which AdamW will update: Dobb chooses its weights when it is built.
-
-        Raises:
-            ConfigError: if the group asks for Dobb.
-        """
-        if param_group.setdefault(STATE, False) and hasattr(self, "_bases"):
-            raise ConfigError("Dobb chooses its weights when it is built: build a new one for the whole model")
-        super().add_param_group(param_group)
-        if hasattr(self, "_bases"):
-            state.begin_adamw(self.state, self.param_groups)
+        self._begin_step()
 
     def remove_hooks(self) -> None:
         """Take the hooks off the model, so that another Dobb can be built for it. The next refresh would fail."""
@@ -171,53 +158,24 @@ class Dobb(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the activations captured for them if their step was never taken."""
         if self._capture.backward_has_run():
-            self._begin()
+            self._begin_step()
         super().zero_grad(set_to_none)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Refresh the bases if this step is due, then update every parameter that has a gradient.
-
-        Args:
-            closure: clears the gradients, computes the loss and its gradients, and returns the loss.
+    def _prepare_step(self) -> None:
+        """Refresh the bases if this step is due.
 
         Raises:
-            NonFiniteError: if a gradient of a weight on Dobb is not finite.
-            ConfigError: if torch.distributed was started, with several ranks, after Dobb was built.
             CaptureError: on a refresh step, if a weight has a gradient, but none of its layer's calls was seen. A layer
                 whose calls had no token among the captured sequences, such as an expert, keeps its bases; they are
                 counted.
-
-            Neither changes anything, on any rank.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._check_gradients()
         if refreshed := self._bases.due(self.attempted_steps):
             with self._observer.refresh(self.attempted_steps + 1, lambda: self._bases.copies(refreshed)):
                 self._refresh({name: entry for name, entry in self._take_sums().items() if name in refreshed})
-        self.attempted_steps += 1
-        self._begin()
-        for group in self.param_groups:
-            if group[STATE]:
-                due = [self._weight_of[p] for p in group["params"] if p.grad is not None]
-                self._update(due, float(group["lr"]), group["weight_decay"])
-        self._adamw.param_groups = [group for group in self.param_groups if not group[STATE]]
-        if self.attempted_steps == 1:  # the model may have been moved or converted since
-            state.begin_adamw(self.state, self.param_groups)
-        self._adamw.state = self.state
-        self._adamw.step()
+
+    def _finish_step(self) -> None:
         if self._observer.is_due(self.attempted_steps):
             self._report()
-        return loss
 
     def _report(self) -> None:
         assert self._sink is not None
@@ -226,30 +184,14 @@ class Dobb(torch.optim.Optimizer):
         counts = self.refresh_counts
         self._sink(self.attempted_steps, figures.named(self._observer.take(), counts.skipped, counts.fallbacks))
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         due = self._bases.due(self.attempted_steps) if self.config.captures else set()
         self._capture.begin(armed=bool(due), keys=due)
 
     def _check_gradients(self) -> None:
-        if self._built_alone and _ranks() > 1:
-            raise ConfigError(
-                f"Dobb was built before torch.distributed was started, which now has {_ranks()} ranks: each would "
-                "refresh its bases from its own data, and the weights would drift apart. Build Dobb after "
-                "init_process_group, or give it the process_group of the ranks that train together"
-            )
         kernels.check(self._pending)
         self._pending = []
-        by_device: dict[torch.device, list[LinearWeight]] = {}
-        for weight in self.on_dobb.values():
-            if weight.parameter.device != self._momentum[weight.name].device:
-                raise ConfigError(
-                    f"{weight.name} moved to {weight.parameter.device} after Dobb was built on "
-                    f"{self._momentum[weight.name].device}: move the model first, then build the optimizer"
-                )
-            if weight.parameter.grad is not None:
-                by_device.setdefault(weight.parameter.device, []).append(weight)
-        for weights in by_device.values():
-            check_finite([w.name for w in weights], [_gradient(w) for w in weights])
+        super()._check_gradients()
 
     def _take_sums(self) -> dict[str, MomentSum]:
         """What this refresh adds to the moments, on this rank."""
@@ -301,22 +243,8 @@ class Dobb(torch.optim.Optimizer):
             )
         return [w.name for w, (tokens, calls, gradients) in counted if not tokens and not gradients]
 
-    def _update(self, weights: Sequence[LinearWeight], learning_rate: float, weight_decay: float) -> None:
-        """One step of these weights: in one call, except those that have no fp32 storage of their own."""
-        in_place: list[LinearWeight] = []
-        for weight in weights:
-            parameter = weight.parameter.detach()
-            if parameter.is_contiguous() and parameter.dtype in (torch.float32, torch.float64):
-                in_place.append(weight)
-                continue
-            master = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).contiguous()
-            self._update_flat([weight], [master.view(-1)], learning_rate, weight_decay)
-            parameter.copy_(master)
-        flat = [weight.parameter.detach().view(-1) for weight in in_place]
-        self._update_flat(in_place, flat, learning_rate, weight_decay)
-
     def _update_flat(
-        self, weights: Sequence[LinearWeight], flat: Sequence[Tensor], learning_rate: float, weight_decay: float
+        self, weights: Sequence[BlockWeight], flat: Sequence[Tensor], learning_rate: float, weight_decay: float
     ) -> None:
         segments = [
             Segment(
@@ -331,7 +259,7 @@ class Dobb(torch.optim.Optimizer):
             )
             for weight, values in zip(weights, flat, strict=True)
         ]
-        gradients = [_gradient(weight) for weight in weights]
+        gradients = [flat_gradient(weight) for weight in weights]
         scales = self._column_scales(segments, gradients) if self.config.norm == "l2" else None
         self._pending += kernels.update(
             segments,
@@ -375,80 +303,41 @@ class Dobb(torch.optim.Optimizer):
             ConfigError: if the state has no part of Dobb's, or not exactly that of these weights and blocks. Nothing
                 was changed then.
         """
-        saved = state.read(state_dict, self.param_groups, self.on_dobb, self._live, self.config)
+        saved = saved_state.read(state_dict, self.param_groups, self.on_dobb, self._live, FORM, self._facts())
         super().load_state_dict(saved.of_adamw)
         with torch.no_grad():
             for name, tensors in self._live.items():
                 for key, tensor in tensors.items():
                     tensor.copy_(saved.weights[name][key])
         self._bases.take_owned_moments()
-        self.attempted_steps = saved.attempted_steps
+        self.attempted_steps = int(saved.counters["attempted_steps"])
         if self.config.capture == "first":
-            self._capture.sequences = self.config.capture_sequences or saved.capture_sequences
+            self._capture.sequences = self.config.capture_sequences or saved.counters["capture_sequences"]
         self._show_state()
-        self._begin()
+        self._begin_step()
+
+    def _facts(self) -> dict[str, str]:
+        return {"side": self.config.side, "source": self.config.source or ""}
 
     def _show_state(self) -> None:
         """Let `self.state` and the param groups have what they have in an optimizer that has taken a step."""
         self.state.update({self.on_dobb[name].parameter: tensors for name, tensors in self._live.items()})
-        state.begin_adamw(self.state, self.param_groups)
+        saved_state.begin_adamw(self.state, self.param_groups, STATE)
         self._note_counters()
 
     def _note_counters(self) -> None:
+        counters = {"attempted_steps": self.attempted_steps, "capture_sequences": self._capture.sequences}
         for group in self.param_groups:
             if group[STATE]:
-                group.update(state.counters(self.attempted_steps, self._capture.sequences))
-                group.update(side=self.config.side, source=self.config.source)
+                group.update(counters | self._facts())
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedError(
-            "a Dobb cannot be copied or pickled, because its hooks belong to one model: build another one for the "
-            "copy of the model and give it load_state_dict(copy.deepcopy(optimizer.state_dict()))"
-        )
-
-    # What is where.
-
-    def describe(self) -> str:
-        """What is on Dobb, what is on AdamW, and why."""
-        weights = self.on_dobb.values()
-        lines = [f"Dobb: {len(weights)} matrices, {sum(w.parameter.numel() for w in weights):,} elements"]
-        lines.append("    count       m       n  blocks   width")
-        for shape, count in Counter((w.rows, w.columns, w.blocks, w.width) for w in weights).items():
-            lines.append(f"  {count:7d} " + " ".join(f"{size:7d}" for size in shape))
-        lines.append(f"AdamW: {len(self.on_adamw)} parameters; frozen: {self._frozen}")
-        return "\n".join([*lines, *(f"  {line}" for line in self._adamw_lines())])
-
-    def _adamw_lines(self) -> list[str]:
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.on_adamw.items():
-            by_reason.setdefault(reason, []).append(name)
-        return [
-            f"{len(names)} {reason}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-            for reason, names in by_reason.items()
-        ]
-
-    def __repr__(self) -> str:
-        return self.describe()
+    def _shape_lines(self) -> list[str]:
+        shapes = Counter((w.rows, w.columns, w.blocks, w.width) for w in self.on_dobb.values())
+        rows = (f"  {count:7d} " + " ".join(f"{size:7d}" for size in shape) for shape, count in shapes.items())
+        return ["    count       m       n  blocks   width", *rows]
 
 
-def _process_group(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that share the weights; None where this process is alone."""
-    if not _ranks():
-        return None
-    inner = getattr(model, "_orig_mod", model)
-    default = inner.process_group if isinstance(inner, DistributedDataParallel) else dist.group.WORLD
-    group = given if given is not None else default
-    if dist.get_rank(group) < 0:
-        raise ConfigError("process_group does not contain this rank: give every rank the group that it belongs to")
-    return group if dist.get_world_size(group) > 1 else None
-
-
-def _ranks() -> int:
-    """The ranks of torch.distributed; 0 where it has not been started."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _check_free(weights: Iterable[LinearWeight]) -> None:
+def _check_free(weights: Iterable[BlockWeight]) -> None:
     def taken() -> list[str]:
         owners = {w.name: _owner_of.get(module) for w in weights for module in w.modules}
         return [name for name, owner in owners.items() if owner is not None and owner() is not None]
@@ -468,20 +357,15 @@ def _release(capture: BatchCapture) -> None:
         _owner_of.pop(source.module, None)
 
 
-def _has_gradient(weight: LinearWeight, sums: Mapping[str, MomentSum]) -> bool:
+def _has_gradient(weight: BlockWeight, sums: Mapping[str, MomentSum]) -> bool:
     """Whether something flowed back to a weight; zeros say so only of one that was called."""
     gradient = weight.parameter.grad
     return gradient is not None and (sums[weight.name].calls > 0 or bool(gradient.any()))
 
 
-def _gram(weight: LinearWeight, gradient: Tensor, backend: Backend) -> MomentSum:
+def _gram(weight: BlockWeight, gradient: Tensor, backend: Backend) -> MomentSum:
     """`G^T G` of the blocks over the input axis, or `G G^T` of those over the output axis (paper, Table 13)."""
     rows = gradient.t() if weight.output_side else gradient
     total = rows.new_zeros(weight.blocks, weight.width, weight.width, dtype=torch.float32)
     kernels.gram_(total, rows, weight.width, backend)
     return MomentSum(total, gradient.numel(), calls=1)
-
-
-def _gradient(weight: LinearWeight) -> Tensor:
-    assert weight.parameter.grad is not None
-    return weight.parameter.grad.reshape(-1)

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..methods.dobb import schedule
-from ..methods.dobb.block_ownership import BlockOwnership, work
-from ..methods.dobb.capture import MomentSum
-from ..methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
-from ..methods.dobb.settings import DTYPES, DobbConfig
-from ..sharding.ownership import Block
-from .select_weights import LinearWeight
+from ...methods.dobb import schedule
+from ...methods.dobb.block_ownership import BlockOwnership, work
+from ...methods.dobb.capture import MomentSum
+from ...methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
+from ...methods.dobb.settings import DTYPES, DobbConfig
+from ...sharding.ownership import Block
+from .block_weights import BlockWeight
 
 
 class ModelBases:
@@ -21,7 +21,7 @@ class ModelBases:
     Every rank keeps a copy of all moments, so that each can save them by itself; owners send theirs after a refresh.
     """
 
-    def __init__(self, weights: Sequence[LinearWeight], config: DobbConfig, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, weights: Sequence[BlockWeight], config: DobbConfig, group: dist.ProcessGroup | None) -> None:
         self.config = config
         self.device = weights[0].parameter.device
         work_of = {weight.name: weight.blocks * work(weight.width) for weight in weights}
@@ -88,7 +88,7 @@ class ModelBases:
         return [(blocks, bases.clone()) for blocks, _, bases in self.blocks() if blocks[0][0] in weights]
 
     def refresh(self, sums: Mapping[str, MomentSum]) -> RefreshCounts:
-        """See `RefreshGroup.refresh`, for the groups of whose weights there are sums."""
+        """Run `RefreshGroup.refresh` for the groups of whose weights there are sums."""
         counts = RefreshCounts()
         for group, moments in zip(self.groups, self.moments, strict=True):
             if group.weights[0].key not in sums:
@@ -112,7 +112,7 @@ class ModelBases:
 
 
 def _space_for_all(group: RefreshGroup) -> Tensor:
-    """Where the moments of all blocks go, `[held, b, b]`; one rank alone owns them all already."""
+    """Space for the moments of all blocks, `[held, b, b]`; one rank alone owns them all already."""
     return group.moment if group.ranks == 1 else torch.zeros_like(group.basis, dtype=group.moment.dtype)
 
 
