@@ -7,7 +7,7 @@ import pytest
 
 from tools import kernel_report as report
 
-CUDA = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
+KERNELS = Path(__file__).resolve().parents[2] / "csrc" / "dobb" / "cuda" / "kernels"
 
 PRINTED = """
 ptxas info    : 0 bytes gmem
@@ -47,12 +47,12 @@ def test_occupancy_follows_from_registers_and_shared_memory():
 
 
 def test_the_numbers_of_threads_are_those_of_the_source():
-    text = (CUDA / "update_fused.cuh").read_text()
+    text = (KERNELS / "update_fused.cuh").read_text()
     assert "kThreads = kSteps <= 8 ? 128 : kSteps <= 12 ? 192 : 256" in text
     assert re.search(r"kUsual \? 1 : kSteps <= 4 \? 4 : kSteps <= 8 \? 3 : kSteps <= 12 \? 2 : 1;", text)
     assert "kStageBytes = 4 * simt::kWarp * sizeof(Quad)" in text
     assert "kMost = 4" in text
-    assert "kRows = 64, kThreads = 256" in (CUDA / "update_streamed.cuh").read_text()
+    assert "kRows = 64, kThreads = 256" in (KERNELS / "update_streamed.cuh").read_text()
 
 
 def test_the_estimate_lies_between_no_overlap_and_full_overlap():
