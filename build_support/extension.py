@@ -80,14 +80,14 @@ def plan() -> Plan:
 
 def _extension(cpp_extension: Any, macros: list[tuple[str, str | None]], threads: list[str], architectures: str) -> Any:
     """For setuptools: the extension, with CUDA kernels if there are architectures to compile them for."""
-    sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
+    sources = cpu_sources()
     flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi"]}
     flags["cxx"] += threads
-    kind, include = cpp_extension.CppExtension, []
+    kind, include = cpp_extension.CppExtension, [str(ROOT / "csrc")]
     if architectures:
-        kind, include = cpp_extension.CUDAExtension, [str(ROOT / "csrc" / "cuda" / "nvidia")]
+        kind, include = cpp_extension.CUDAExtension, [*include, str(ROOT / "csrc" / "common" / "cuda" / "ptx")]
         os.environ["TORCH_CUDA_ARCH_LIST"] = architectures
-        sources += sorted(ROOT.glob("csrc/cuda/*.cpp")) + sorted(ROOT.glob("csrc/cuda/*.cu"))
+        sources += cuda_sources()
         macros = [*macros, ("DOBB_WITH_CUDA", None), ("DOBB_CUDA_ARCHITECTURES", f'"{architectures}"')]
         flags["nvcc"] = ["-O3", "-std=c++20", "-Xptxas=-v"]
         for folder in _headers_that_the_toolkit_lacks(cpp_extension.CUDA_HOME):
@@ -95,6 +95,16 @@ def _extension(cpp_extension: Any, macros: list[tuple[str, str | None]], threads
     relative = [str(source.relative_to(ROOT)) for source in sources]
     headers = [str(header.relative_to(ROOT)) for end in ("h", "cuh") for header in ROOT.glob(f"csrc/**/*.{end}")]
     return kind(NAME, relative, include_dirs=include, define_macros=macros, extra_compile_args=flags, depends=headers)
+
+
+def cpu_sources() -> list[Path]:
+    """Source files below csrc/ that need no CUDA: all .cpp files outside folders named `cuda`."""
+    return sorted(path for path in ROOT.glob("csrc/**/*.cpp") if "cuda" not in path.relative_to(ROOT).parts)
+
+
+def cuda_sources() -> list[Path]:
+    """Source files in the `cuda` folders below csrc/."""
+    return sorted(path for ending in ("cpp", "cu") for path in ROOT.glob(f"csrc/**/cuda/**/*.{ending}"))
 
 
 def _stamp() -> str:
@@ -129,7 +139,7 @@ def _threads(torch: Any, compiler: str) -> list[str]:
 
 def _cuda_architectures(torch: Any, cpp_extension: Any, notes: list[str]) -> str:
     """The architectures to compile for, as in TORCH_CUDA_ARCH_LIST; empty if CUDA kernels cannot be built."""
-    if os.environ.get("MEGATRON_DOBB_NO_CUDA") == "1" or not list(ROOT.glob("csrc/cuda/*.cu")):
+    if os.environ.get("MEGATRON_DOBB_NO_CUDA") == "1" or not cuda_sources():
         return ""
     if torch.version.cuda is None:
         return ""
@@ -181,7 +191,7 @@ def _or_with_less(command: Any, notes: list[str], instead: list[Any]) -> Any:
             except Exception as error:  # compilers fail in many ways
                 reason = str(error).splitlines()[0]
                 if instead:
-                    notes.insert(0, f"no CUDA kernels: csrc/cuda did not compile: {reason}")
+                    notes.insert(0, f"no CUDA kernels: the CUDA sources of csrc did not compile: {reason}")
                     for extension, smaller in zip(self.extensions, instead, strict=True):
                         vars(extension).update(vars(smaller))  # what setuptools has added to it stays
                     instead = []

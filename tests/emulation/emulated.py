@@ -1,7 +1,7 @@
-"""CUDA kernels on the CPU: builds the harness from csrc/cuda and the emulation, and calls it with tensors.
+"""CUDA kernels on the CPU: builds the harness from the .cu files of csrc and the emulation, and calls it with tensors.
 
 An operation is a C++ function of named buffers and numbers (`harness.h`) and a Python function that calls `run`. To
-add one, write both; the build takes every .cpp file of this folder and every .cu file of csrc/cuda.
+add one, write both; the build takes every .cpp file of this folder and every .cu file of csrc.
 """
 
 import os
@@ -23,7 +23,7 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer"]
-INCLUDE = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime"), "-I", str(ROOT / "csrc" / "cuda")]
+INCLUDE = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime"), "-I", str(ROOT / "csrc")]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 REPORTS_ACCESSES = ["-fsanitize=thread"]  # to runtime/races.cpp: the sanitizer's own library is not linked
 SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
@@ -97,7 +97,7 @@ def build(folder: Path) -> Programs:
     if not sanitizers or not reports:
         warnings.warn(f"{compiler[0]} has no {' or '.join(SANITIZERS[:1] + REPORTS_ACCESSES)}", stacklevel=2)
     runtime = sorted((HERE / "runtime").glob("*.cpp"))
-    kernels = sorted(HERE.glob("*.cpp")) + sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    kernels = sorted(HERE.glob("*.cpp")) + sorted((ROOT / "csrc").glob("**/*.cu"))
     work = [(source, folder / f"{source.name}.checked.o", sanitizers) for source in runtime + kernels]
     if reports:
         work += [(source, folder / f"{source.name}.watched.o", []) for source in runtime]

@@ -1,4 +1,4 @@
-#include "gram.h"
+#include "dobb/cuda/gram.h"
 
 #include "harness.h"
 

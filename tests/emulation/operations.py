@@ -1,4 +1,4 @@
-"""The launchers of csrc/cuda as functions of tensors, run by the emulation."""
+"""The launchers of csrc/dobb/cuda as functions of tensors, run by the emulation."""
 
 import torch
 from torch import Tensor

@@ -3,8 +3,8 @@
 #include <utility>
 #include <vector>
 
+#include "dobb/cuda/update_run.h"
 #include "harness.h"
-#include "update_run.h"
 
 namespace dobb::emulation {
 namespace {

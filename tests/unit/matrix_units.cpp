@@ -6,20 +6,20 @@
 #include <cstring>
 #include <vector>
 
-#include "../../csrc/cpu/update_task.h"
+#include "dobb/cpu/update_task.h"
 
 #define DOBB_ISA emulated
-#include "../../csrc/cpu/vector_plain.h"
+#include "common/cpu/vector_plain.h"
 //
-#include "../../csrc/cpu/job.h"
+#include "dobb/cpu/job.h"
 //
-#include "../../csrc/cpu/traffic.h"
+#include "dobb/cpu/traffic.h"
 //
-#include "../../csrc/cpu/matrix_plain.h"
+#include "common/cpu/matrix_plain.h"
 //
-#include "../../csrc/cpu/matrix_block.h"
+#include "dobb/cpu/matrix_block.h"
 //
-#include "../../csrc/cpu/update_kernel.h"
+#include "dobb/cpu/update_kernel.h"
 
 namespace emulated = dobb::cpu::emulated;
 

@@ -1,6 +1,7 @@
 """The plan of the build: what is compiled where, and what is said where something is missing."""
 
 import importlib.util
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -33,8 +34,8 @@ def toolkit(tmp_path, monkeypatch):
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
-    (tmp_path / "csrc" / "cuda").mkdir(parents=True)
-    (tmp_path / "csrc" / "cuda" / "update.cu").touch()
+    (tmp_path / "csrc" / "a_method" / "cuda").mkdir(parents=True)
+    (tmp_path / "csrc" / "a_method" / "cuda" / "update.cu").touch()
     monkeypatch.setattr(extension, "ROOT", tmp_path)
     return types.SimpleNamespace(CUDA_HOME=str(tmp_path))
 
@@ -44,8 +45,8 @@ def test_the_extension_of_the_cpu_holds_every_source_of_the_cpu(monkeypatch):
     plan = extension.plan()
     (found,) = plan.extensions
     assert found.name == "megatron_dobb._C"
-    expected = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"))]
-    assert sorted(found.sources) == sorted(expected)
+    listed = subprocess.run(["find", "csrc", "-name", "*.cpp"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert sorted(found.sources) == sorted(path for path in listed.stdout.split() if "/cuda/" not in path)
     assert "build_ext" in plan.commands
     assert not plan.notes
 
@@ -117,9 +118,8 @@ def test_a_failed_compilation_leaves_a_note_no_earlier_library_and_no_error(tmp_
 
 
 def test_no_source_of_the_host_and_of_the_gpu_share_an_object_file():
-    for folder in ("csrc", "csrc/cpu", "csrc/cuda"):
-        stems = [path.stem for path in (ROOT / folder).iterdir() if path.suffix in (".cpp", ".cu")]
-        assert len(stems) == len(set(stems))
+    objects = [path.with_suffix(".o") for path in (*extension.cpu_sources(), *extension.cuda_sources())]
+    assert len(objects) == len(set(objects))
 
 
 def test_cuda_kernels_that_do_not_compile_leave_a_note_and_the_kernels_of_the_cpu(tmp_path):
@@ -129,7 +129,7 @@ def test_cuda_kernels_that_do_not_compile_leave_a_note_and_the_kernels_of_the_cp
     command = extension._or_with_less(Command, notes, [smaller])(tmp_path, [an_extension("update.cpp", "broken.cu")])
     command.build_extensions()
     assert command.extensions[0].sources == ["update.cpp"]
-    assert notes == ["no CUDA kernels: csrc/cuda did not compile: Error compiling objects"]
+    assert notes == ["no CUDA kernels: the CUDA sources of csrc did not compile: Error compiling objects"]
     assert (tmp_path / "megatron_dobb" / "_not_built.txt").read_text() == notes[0] + "\n"
 
 

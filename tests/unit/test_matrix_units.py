@@ -77,6 +77,7 @@ def pointer(tensor):
 def emulated(request, tmp_path_factory):
     library = tmp_path_factory.mktemp("matrix_units") / f"tiles{request.param}.so"
     flags = ["-std=c++20", "-O2", "-march=native", "-Wno-psabi", "-shared", "-fPIC"]
+    flags += ["-I", str(SOURCE.parents[2] / "csrc")]
     command = [*COMPILER.split(), *flags, f"-DDOBB_PLAIN_TILES={request.param}", str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(library))

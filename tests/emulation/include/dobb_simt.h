@@ -1,4 +1,4 @@
-// What the kernels use of a GPU, for the host compiler: the same names as csrc/cuda/nvidia/dobb_simt.h.
+// What the kernels use of a GPU, for the host compiler: the same names as csrc/common/cuda/ptx/dobb_simt.h.
 //
 // A kernel's threads run as fibers on one core, so a .cu file compiled with this header runs where no GPU is, under the
 // host's sanitizers. Warp-wide functions move fragments between the lanes as the hardware does. What a GPU leaves

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "cpu/update_task.h"
+#include "dobb/cpu/update_task.h"
 
 namespace dobb {
 namespace {

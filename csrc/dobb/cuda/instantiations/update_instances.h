@@ -1,8 +1,8 @@
 // The compiled variants of the one-pass kernels: block widths up to 16 times each of these numbers.
 #pragma once
 
-#include "update_fused.cuh"
-#include "update_streamed.cuh"
+#include "dobb/cuda/kernels/update_fused.cuh"
+#include "dobb/cuda/kernels/update_streamed.cuh"
 
 // The usual ones: signs of a bf16 basis, four columns at a time. And all others.
 #define DOBB_USUAL_STEPS 1, 2, 3, 4, 6, 8, 12, 16

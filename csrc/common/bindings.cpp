@@ -2,7 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "cpu/kernels.h"
+#include "dobb/cpu/kernels.h"
 
 #ifndef DOBB_CUDA_ARCHITECTURES
 #define DOBB_CUDA_ARCHITECTURES ""

@@ -1,4 +1,4 @@
-#include "target.h"
+#include "common/cpu/target.h"
 #ifdef DOBB_X86
 
 #include <immintrin.h>
@@ -11,15 +11,15 @@
 
 DOBB_TARGET(DOBB_AVX512BF16)
 #define DOBB_ISA avx512bf16
-#include "vector_avx512.h"
+#include "common/cpu/vector_avx512.h"
 //
-#include "products.h"
+#include "common/cpu/products.h"
 //
 #include "job.h"
 //
 #include "traffic.h"
 //
-#include "matrix_avx512bf16.h"
+#include "common/cpu/matrix_avx512bf16.h"
 //
 #include "matrix_block.h"
 //

@@ -1,5 +1,5 @@
 // dobb::update on the CPU: units of work shared out to the threads.
-#include "../update.h"
+#include "dobb/update.h"
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>

@@ -1,5 +1,5 @@
 // dobb::update on the GPU: one-pass kernels where the width and the shared memory allow, products of cuBLAS elsewhere.
-#include "../update.h"
+#include "dobb/update.h"
 
 #include <ATen/Context.h>
 #include <ATen/ops/baddbmm.h>

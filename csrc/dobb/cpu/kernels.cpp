@@ -4,7 +4,7 @@
 #include <atomic>
 #include <stdexcept>
 
-#include "target.h"
+#include "common/cpu/target.h"
 #include "update_task.h"
 
 namespace dobb::cpu {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "update_table.h"
+#include "dobb/cuda/kernels/update_table.h"
 
 namespace dobb::cuda {
 

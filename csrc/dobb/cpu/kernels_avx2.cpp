@@ -1,4 +1,4 @@
-#include "target.h"
+#include "common/cpu/target.h"
 #ifdef DOBB_X86
 
 #include <immintrin.h>
@@ -11,9 +11,9 @@
 
 DOBB_TARGET(DOBB_AVX2)
 #define DOBB_ISA avx2
-#include "vector_avx2.h"
+#include "common/cpu/vector_avx2.h"
 //
-#include "products.h"
+#include "common/cpu/products.h"
 //
 #include "job.h"
 //

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "gram.h"
+#include "dobb/cuda/gram.h"
 
 namespace dobb::cuda {
 

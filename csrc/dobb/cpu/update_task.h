@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../segment.h"
+#include "dobb/segment.h"
 
 namespace dobb::cpu {
 

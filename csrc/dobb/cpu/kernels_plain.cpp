@@ -5,9 +5,9 @@
 #include "update_task.h"
 
 #define DOBB_ISA plain
-#include "vector_plain.h"
+#include "common/cpu/vector_plain.h"
 //
-#include "products.h"
+#include "common/cpu/products.h"
 //
 #include "job.h"
 //

@@ -3,9 +3,9 @@
 #include <iterator>
 #include <vector>
 
-#include "update_instances.h"
+#include "dobb/cuda/instantiations/update_instances.h"
+#include "dobb/cuda/kernels/update_wide.cuh"
 #include "update_run.h"
-#include "update_wide.cuh"
 
 namespace dobb::cuda {
 namespace {

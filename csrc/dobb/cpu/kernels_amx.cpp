@@ -1,4 +1,4 @@
-#include "target.h"
+#include "common/cpu/target.h"
 #ifdef DOBB_X86
 
 #include <immintrin.h>
@@ -15,15 +15,15 @@
 
 DOBB_TARGET(DOBB_AMX)
 #define DOBB_ISA amx
-#include "vector_avx512.h"
+#include "common/cpu/vector_avx512.h"
 //
-#include "products.h"
+#include "common/cpu/products.h"
 //
 #include "job.h"
 //
 #include "traffic.h"
 //
-#include "matrix_amx.h"
+#include "common/cpu/matrix_amx.h"
 //
 #include "matrix_block.h"
 //

@@ -4,7 +4,7 @@
 // Rows of a slab that lie past the segment's end are zeros on the way in, and dropped on the way out.
 #pragma once
 
-#include "update_run.h"
+#include "dobb/cuda/update_run.h"
 #include "update_tile.cuh"
 
 namespace dobb::cuda {

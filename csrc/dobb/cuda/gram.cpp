@@ -1,5 +1,5 @@
 // dobb::gram_ on NVIDIA GPUs.
-#include "../gram.h"
+#include "dobb/gram.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../segment.h"
+#include "dobb/segment.h"
 
 namespace dobb::cuda {
 

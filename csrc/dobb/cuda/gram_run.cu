@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "gram.cuh"
+#include "dobb/cuda/kernels/gram.cuh"
 
 namespace dobb::cuda {
 namespace {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../segment.h"
+#include "dobb/segment.h"
 #include "update_table.h"
 
 namespace dobb::cuda {
