@@ -18,17 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-<<<<<<< HEAD
-CUDA = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
-=======
 ROOT = Path(__file__).resolve().parents[1]
-REGISTERS = 65536  # of one multiprocessor, on all three architectures
-SHARED_KB = {"80": 164, "90": 228, "100": 228}  # of one multiprocessor
-MOST_WARPS = 64
-RESERVED_BYTES = 1024  # of shared memory, that a block takes besides
-ENTRY_BYTES, FRAGMENT, PADDING = 128, 16, 8  # as in csrc/dobb/cuda/kernels/update_fragments.cuh
-STAGE_BYTES, MOST_STAGES = 2048, 4  # of a warp's ring, as in update_fused.cuh
->>>>>>> h-csrc
 
 ENTRY = re.compile(
     r"Compiling entry function '(?P<mangled>\w+)'.*?"
@@ -90,12 +80,8 @@ def compile_for(architecture: str, nvcc: str, jobs: int, sources: Sequence[Path]
         def report(source: Path) -> str:
             command = [
                 nvcc, "-std=c++20", "-O3", "-Xptxas=-v", "-cubin", f"-arch=sm_{architecture}",
-<<<<<<< HEAD
-                "-I", str(CUDA / "nvidia"), str(source), "-o", f"{folder}/{source.stem}.cubin",
-=======
                 "-I", str(ROOT / "csrc"), "-I", str(ROOT / "csrc" / "common" / "cuda" / "ptx"),
                 str(source), "-o", f"{folder}/{source.stem}.cubin",
->>>>>>> h-csrc
             ]  # fmt: skip
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode:
@@ -127,11 +113,7 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     if shutil.which(options.nvcc) is None:
         parser.error(f"--nvcc {options.nvcc}: no such command; install the CUDA toolkit, or give the path of its nvcc")
-<<<<<<< HEAD
-    sources = sorted(CUDA.glob("*.cu"))
-=======
     sources = sorted((ROOT / "csrc").glob("**/*.cu"))
->>>>>>> h-csrc
     if options.usual:
         sources = [path for path in sources if "_signs_bf16_" in path.name]
     release = subprocess.run([options.nvcc, "--version"], capture_output=True, text=True, check=True).stdout

@@ -4,11 +4,6 @@ import pytest
 
 from tools import kernel_report as report
 
-<<<<<<< HEAD
-=======
-KERNELS = Path(__file__).resolve().parents[2] / "csrc" / "dobb" / "cuda" / "kernels"
-
->>>>>>> h-csrc
 PRINTED = """
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_ZN4dobb4cuda12fused_updateINS0_7VariantILi12ELi2ELi1ELb0ELb1EEEEEvNS0_7OnePassE' for 'sm_90'
@@ -39,7 +34,6 @@ def test_an_output_without_a_report_is_an_error():
         report.parse("nvcc warning : nothing")
 
 
-<<<<<<< HEAD
 def test_the_table_has_the_usual_kernels_first_and_columns_for_each_architecture():
     fused, streamed, wide = report.parse(PRINTED)
     lines = report.table({"80": [wide, streamed, fused], "90": [wide._replace(registers=31), streamed, fused]})
@@ -49,27 +43,3 @@ def test_the_table_has_the_usual_kernels_first_and_columns_for_each_architecture
         "| streamed_update<32, 2> | 255 | 44 | 255 | 44 |",
         "| wide_signs<0> | 30 | 0 | 31 | 0 |",
     ]
-=======
-def test_occupancy_follows_from_registers_and_shared_memory():
-    fused, streamed, _ = report.parse(PRINTED)
-    # 192 threads of 168 registers twice; two bases of 192 x 200 bf16 fit into 228 KB.
-    assert report.resident_blocks(fused, report.shape_of(fused), "90") == 2
-    assert report.resident_blocks(streamed, report.shape_of(streamed), "80") == 1
-
-
-def test_the_numbers_of_threads_are_those_of_the_source():
-    text = (KERNELS / "update_fused.cuh").read_text()
-    assert "kThreads = kSteps <= 8 ? 128 : kSteps <= 12 ? 192 : 256" in text
-    assert re.search(r"kUsual \? 1 : kSteps <= 4 \? 4 : kSteps <= 8 \? 3 : kSteps <= 12 \? 2 : 1;", text)
-    assert "kStageBytes = 4 * simt::kWarp * sizeof(Quad)" in text
-    assert "kMost = 4" in text
-    assert "kRows = 64, kThreads = 256" in (KERNELS / "update_streamed.cuh").read_text()
-
-
-def test_the_estimate_lies_between_no_overlap_and_full_overlap():
-    fused, streamed, _ = report.parse(PRINTED)
-    for kernel in (fused, streamed):
-        shape = report.shape_of(kernel)
-        low, high = report.bandwidth_share(shape, 1)
-        assert 0 < low < high <= 1
->>>>>>> h-csrc

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from tools.reproduction import ablations, cli, compare, comparison, geometry, measures, optimizers, update_size
 from tools.reproduction.dion import Dion
-from tools.reproduction.journal import Journal, finish, opened
+from tools.reproduction.finished_runs import FinishedRuns, finish
 from tools.reproduction.orthogonality import sign_in_blocks, table1a
 from tools.reproduction.runs import DEFAULT_METHODS, METHODS, Method, MissingPart, Run, Size, dobb
 from tools.reproduction.training import GPT, Batches, loss_of, schedule, short_english, train
@@ -194,18 +195,18 @@ def quick(monkeypatch):
         diverged = run.learning_rate > 0.1
         return {"final": None if diverged else loss, "held_out": {"0": 5.0, "6": loss}, "seconds": seconds}
 
-    monkeypatch.setattr("tools.reproduction.journal._record", fake)
+    monkeypatch.setattr("tools.reproduction.finished_runs._record", fake)
     return done
 
 
 def compared(path, rates=(2e-3, 4e-3, 8e-3), seeds=3, extensions=2, names=("adamw", "muon", "dobb-4")):
     plan = comparison.Plan({name: METHODS[name] for name in names}, rates, seeds, TINY, extensions)
-    with opened(path) as journal, Watch(Console(quiet=True)) as watch:
-        return plan, comparison.run_plan(plan, journal, 1, None, watch)
+    with Watch(Console(quiet=True)) as watch:
+        return plan, comparison.run_plan(plan, FinishedRuns(path), 1, None, watch)
 
 
 def test_the_best_rate_is_found_and_the_grid_grows_where_it_was_at_the_edge(tmp_path, quick):
-    _, outcomes = compared(tmp_path / "runs.jsonl")
+    _, outcomes = compared(tmp_path / "runs")
     assert {name: o.best for name, o in outcomes.items()} == {"adamw": 4e-3, "muon": 16e-3, "dobb-4": 1e-3}
     assert not any(outcome.at_edge for outcome in outcomes.values())
     assert outcomes["adamw"].finals == [2.0, 2.01, 2.02]
@@ -213,7 +214,7 @@ def test_the_best_rate_is_found_and_the_grid_grows_where_it_was_at_the_edge(tmp_
 
 
 def test_a_best_rate_at_the_edge_is_said(tmp_path, quick):
-    plan, outcomes = compared(tmp_path / "runs.jsonl", extensions=0)
+    plan, outcomes = compared(tmp_path / "runs", extensions=0)
     assert [name for name, outcome in outcomes.items() if outcome.at_edge] == ["muon", "dobb-4"]
     notes = " ".join(comparison.table(plan, outcomes).notes)
     assert "muon: its best rate is at the edge" in notes
@@ -221,40 +222,49 @@ def test_a_best_rate_at_the_edge_is_said(tmp_path, quick):
 
 
 def test_where_every_rate_diverges_the_table_says_so(tmp_path, quick):
-    plan, outcomes = compared(tmp_path / "runs.jsonl", rates=(4.0, 8.0), extensions=1, names=("adamw",))
+    plan, outcomes = compared(tmp_path / "runs", rates=(4.0, 8.0), extensions=1, names=("adamw",))
     assert outcomes["adamw"].best is None
     assert comparison.table(plan, outcomes).rows[0][2] == "diverged"
 
 
-def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path, quick):
-    path = tmp_path / "runs.jsonl"
-    _, expected = compared(path)
+def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path, quick, monkeypatch):
+    def killed(path, text):
+        if len(list(path.parent.glob("*.json"))) == 7:
+            write_text(path, text[:40])
+            raise KeyboardInterrupt
+        write_text(path, text)
+
+    _, expected = compared(tmp_path / "whole")
     everything = len(quick)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:7]) + lines[7][:40])  # killed while it wrote the eighth
+    write_text = Path.write_text
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            compared(tmp_path / "runs")
+    (tmp_path / "runs" / "damaged.json").write_text("")
+    assert len(FinishedRuns(tmp_path / "runs").records) == 7
     quick.clear()
-    with opened(path) as journal:
-        assert journal.unreadable == 1
-        assert len(journal.records) == 7
-    _, outcomes = compared(path)
+    _, outcomes = compared(tmp_path / "runs")
     assert len(quick) == everything - 7
     assert outcomes == expected
     quick.clear()
-    compared(path)
+    compared(tmp_path / "runs")
     assert not quick
 
 
-def test_two_comparisons_cannot_write_to_one_file(tmp_path):
-    with opened(tmp_path / "runs.jsonl"), pytest.raises(MissingPart, match="another comparison"):
-        Journal(tmp_path / "runs.jsonl")
+def test_two_comparisons_can_share_a_folder(tmp_path):
+    runs = [Run(METHODS["dobb-4"], 2e-3, seed, TINY) for seed in range(2)]
+    for both in (FinishedRuns(tmp_path), FinishedRuns(tmp_path)):
+        for run in runs:
+            both.add(run, {"final": run.seed})
+    assert FinishedRuns(tmp_path).records == {run.key(): {"final": run.seed} for run in runs}
 
 
 def test_runs_in_several_processes_are_those_of_one(tmp_path):
     runs = [Run(METHODS["dobb-4"], rate, 0, TINY) for rate in (2e-3, 4e-3)]
-    with opened(tmp_path / "runs.jsonl") as journal:
-        finish(runs, journal, 2, None, lambda run, record: None)
-        finals = [journal.records[run.key()]["final"] for run in runs]
-    assert finals == [train(run)[0]["final"] for run in runs]
+    finished = FinishedRuns(tmp_path)
+    finish(runs, finished, 2, None, lambda run, record: None)
+    assert [finished.records[run.key()]["final"] for run in runs] == [train(run)[0]["final"] for run in runs]
 
 
 def test_a_run_is_another_when_any_of_its_settings_is():
@@ -355,7 +365,7 @@ def test_the_papers_configuration_is_printed_as_commands(capsys):
         (["table1a", "--plot", "."], "--plot . is a folder: give a file, such as table1a.png"),
         (["table1a", "--plot", "x.doc"], "--plot x.doc: is drawn as one of .png, .pdf, .svg, .jpg; name it x.png"),
         (["table2", "--save", "no/such/folder/x.pt"], "there is no folder no/such/folder"),
-        (["compare", "--runs", "."], "--runs . is a folder: give a file, such as compare.jsonl"),
+        (["compare", "--runs", __file__], "is a file: give a folder, such as runs"),
         (["compare", "--plot-dir", __file__], "is a file: give a folder, such as curves"),
         (["figure2", "--lr", "-1"], "--lr -1.0: must be at least 1e-09 and below 10, such as 0.002"),
         (["table9", "--dead", "2"], "--dead 2.0: must be at least 0 and below 1, such as 0.1"),

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from .journal import Record, finish, opened
+from .finished_runs import FinishedRuns, Record, finish
 from .launch import launch_commands
-from .options import add_training_arguments, journal_path, size_of
+from .options import add_training_arguments, runs_folder, size_of
 from .results import Command, Result, standard_error
 from .runs import Method, MissingPart, Run, dobb
 from .watch import Watch
@@ -141,10 +141,11 @@ def _run(options: argparse.Namespace) -> list[Result]:
     size = size_of(options)
     runs = {v.label: [Run(v.method, options.lr, seed, size) for seed in range(options.seeds)] for v in able}
     everything = [run for of_variant in runs.values() for run in of_variant]
-    with opened(journal_path(options)) as journal, Watch(console) as watch:
-        watch.expect(len({run.key() for run in everything} - journal.records.keys()))
-        finish(everything, journal, options.jobs, None, watch.finished)
-        records = {label: [journal.records[run.key()] for run in of_variant] for label, of_variant in runs.items()}
+    finished = FinishedRuns(runs_folder(options))
+    with Watch(console) as watch:
+        watch.expect(len({run.key() for run in everything} - finished.records.keys()))
+        finish(everything, finished, options.jobs, None, watch.finished)
+        records = {label: [finished.records[run.key()] for run in of_variant] for label, of_variant in runs.items()}
     return [table(options.name, able, records, notes)]
 
 

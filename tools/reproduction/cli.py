@@ -25,8 +25,11 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-FILES = {"json": (".json",), "plot": (".png", ".pdf", ".svg", ".jpg"), "save": (".pt",), "runs": (".jsonl",)}
+FILES = {"json": (".json",), "plot": (".png", ".pdf", ".svg", ".jpg"), "save": (".pt",)}
 """Options that name a file to write, and how its name may end; the first is an example."""
+
+FOLDERS = {"plot_dir": "curves", "runs": "runs"}
+"""Options that name a folder to write to, and an example."""
 
 NUMBERS = {"lr": (1e-9, 10, 2e-3), "dead": (0, 1, 0.1)}
 """Least, limit and an example of other numbers."""
@@ -49,13 +52,14 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
             continue
         if path.is_dir():
             parser.error(f"--{name} {path} is a folder: give a file, such as {path / options.command}{suffixes[0]}")
-        if name != "runs" and not path.resolve().parent.is_dir():
+        if not path.resolve().parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {path.parent}; make it first")
         if name == "plot" and path.suffix not in suffixes:
             parser.error(f"--plot {path}: is drawn as one of {', '.join(suffixes)}; name it {path.stem}{suffixes[0]}")
-    folder = getattr(options, "plot_dir", None)
-    if folder is not None and folder.exists() and not folder.is_dir():
-        parser.error(f"--plot-dir {folder} is a file: give a folder, such as curves")
+    for name, example in FOLDERS.items():
+        folder = getattr(options, name, None)
+        if folder is not None and folder.exists() and not folder.is_dir():
+            parser.error(f"--{name.replace('_', '-')} {folder} is a file: give a folder, such as {example}")
     for name, (least, most, usual) in NUMBERS.items():
         value = getattr(options, name, None)
         if value is not None and not least <= value < most:

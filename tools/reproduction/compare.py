@@ -8,10 +8,10 @@ from rich.console import Console
 
 from .comparison import EXTENSIONS, Outcome, Plan, run_plan, table
 from .curves import by_time, save_curves
-from .journal import opened
+from .finished_runs import FinishedRuns
 from .launch import launch_commands
 from .optimizers import dion_is_here, use_dion
-from .options import add_training_arguments, journal_path, size_of
+from .options import add_training_arguments, runs_folder, size_of
 from .results import Command, Result
 from .runs import DEFAULT_METHODS, METHODS, Method, MissingPart
 from .watch import Watch
@@ -58,10 +58,9 @@ def outcomes_of(options: argparse.Namespace, console: Console) -> tuple[Plan, di
     if bad or not options.rates:
         raise MissingPart(f"--rates {bad}: learning rates must be above 0 and below 10, such as {RATES[0]:g}")
     plan = Plan(methods, sorted(options.rates), options.seeds, size_of(options), max(0, options.extensions))
-    with opened(journal_path(options)) as journal, Watch(console) as watch:
-        if journal.unreadable:
-            console.print(f"{journal_path(options)}: {journal.unreadable} unreadable lines; those runs are done again")
-        return plan, run_plan(plan, journal, options.jobs, options.dion_path, watch)
+    with Watch(console) as watch:
+        finished = FinishedRuns(runs_folder(options))
+        return plan, run_plan(plan, finished, options.jobs, options.dion_path, watch)
 
 
 def compare(options: argparse.Namespace) -> list[Result]:
@@ -75,7 +74,7 @@ def compare(options: argparse.Namespace) -> list[Result]:
 
 
 def figure1(options: argparse.Namespace) -> list[Result]:
-    """The curves of a comparison; trains what its file of runs does not have."""
+    """The curves of a comparison; trains what is not finished."""
     if options.preset == "paper":
         raise MissingPart("figure1 --preset paper: needs GPUs; `compare --preset paper` prints the commands to run")
     plan, outcomes = outcomes_of(options, Console())

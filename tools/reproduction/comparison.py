@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .journal import Journal, Record, finish
+from .finished_runs import FinishedRuns, Record, finish
 from .paper import FINAL_LOSS
 from .results import Result, standard_error
 from .runs import Method, Run, Size
@@ -53,21 +53,21 @@ class Outcome:
         return [] if None in finals else finals
 
 
-def run_plan(plan: Plan, journal: Journal, jobs: int, dion_path: Path | None, watch: Watch) -> dict[str, Outcome]:
-    """Do what the journal does not have yet, and gather the outcomes."""
+def run_plan(plan: Plan, finished: FinishedRuns, jobs: int, dion_path: Path | None, watch: Watch) -> dict[str, Outcome]:
+    """Do the runs that are not finished, and gather the outcomes."""
 
     def do(runs: Sequence[Run]) -> None:
-        watch.expect(len({run.key() for run in runs} - journal.records.keys()))
-        finish(runs, journal, jobs, dion_path, watch.finished)
+        watch.expect(len({run.key() for run in runs} - finished.records.keys()))
+        finish(runs, finished, jobs, dion_path, watch.finished)
 
     rates = {name: sorted(plan.rates) for name in plan.methods}
     for extension in range(plan.extensions + 1):
         do([_run(plan, name, rate) for name, tried in rates.items() for rate in tried])
         for name, tried in rates.items():
-            further = _next_rate(_losses(plan, journal, name, tried))
+            further = _next_rate(_losses(plan, finished, name, tried))
             if further is not None and extension < plan.extensions:
                 tried.append(further)
-    losses = {name: _losses(plan, journal, name, rates[name]) for name in plan.methods}
+    losses = {name: _losses(plan, finished, name, rates[name]) for name in plan.methods}
     best = {name: _best(found) for name, found in losses.items()}
     finals = {
         name: [_run(plan, name, rate, seed) for seed in range(plan.seeds)] if rate is not None else []
@@ -79,7 +79,7 @@ def run_plan(plan: Plan, journal: Journal, jobs: int, dion_path: Path | None, wa
             losses[name],
             best[name],
             _next_rate(losses[name]) is not None,
-            [journal.records[run.key()] for run in finals[name]],
+            [finished.records[run.key()] for run in finals[name]],
         )
         for name in plan.methods
     }
@@ -89,8 +89,8 @@ def _run(plan: Plan, name: str, rate: float, seed: int = 0) -> Run:
     return Run(plan.methods[name], rate, seed, plan.size)
 
 
-def _losses(plan: Plan, journal: Journal, name: str, rates: Sequence[float]) -> dict[float, float | None]:
-    return {rate: journal.records[_run(plan, name, rate).key()]["final"] for rate in rates}
+def _losses(plan: Plan, finished: FinishedRuns, name: str, rates: Sequence[float]) -> dict[float, float | None]:
+    return {rate: finished.records[_run(plan, name, rate).key()]["final"] for rate in rates}
 
 
 def _best(losses: dict[float, float | None]) -> float | None:

@@ -32,9 +32,9 @@ def add_training_arguments(parser: argparse.ArgumentParser, seeds: int) -> None:
     add_size_arguments(parser, "paper")
     parser.add_argument("--seeds", type=int, default=seeds, help="seeds of each method (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one thread each")
-    parser.add_argument("--runs", type=Path, help=f"file of finished runs (default: {FOLDER}/runs-PRESET.jsonl)")
+    parser.add_argument("--runs", type=Path, help=f"folder of finished runs (default: {FOLDER}/runs-PRESET)")
 
 
-def journal_path(options: argparse.Namespace) -> Path:
+def runs_folder(options: argparse.Namespace) -> Path:
     """Where finished runs are kept."""
-    return options.runs or FOLDER / f"runs-{options.preset}.jsonl"
+    return options.runs or FOLDER / f"runs-{options.preset}"

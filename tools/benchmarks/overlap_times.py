@@ -1,6 +1,6 @@
-"""Times training steps with Dobb against those with Megatron's AdamW, interleaved in one run.
+"""Time training steps with Dobb against those with Megatron's AdamW, interleaved in one run.
 
-    PYTHONPATH=.:tests:tests/distributed python -m overlap_times [--ranks 2] [--rounds 5] [--sequences 96]
+    python -m tools.benchmarks.overlap_times [--ranks 2] [--rounds 5] [--sequences 96]
 
 In every round each optimizer makes the same steps: one that refreshes and others. Shown are medians over the rounds, of
 the slowest rank: of a whole step, and of the optimizer's call in it; and the spread of AdamW's own steps, which is the

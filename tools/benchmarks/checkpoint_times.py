@@ -1,6 +1,6 @@
 """Time saves and loads with Dobb against those with Megatron's AdamW, interleaved in one run on two ranks.
 
-    PYTHONPATH=.:tests:tests/distributed python -m checkpoint_times [--rounds 7] [--folder FOLDER]
+    python -m tools.benchmarks.checkpoint_times [--rounds 7] [--folder FOLDER]
 
 A round saves and loads with both optimizers, one after the other in turns; of each time the slowest rank counts, and of
 all rounds the median. Sizes are those of the whole checkpoint.

@@ -1,6 +1,6 @@
 """Print how evenly the refresh of well-known models is shared out, as a table: `docs/layouts.md` has it.
 
-PYTHONPATH=. python tests/unit/balance_table.py
+python -m tools.benchmarks.balance_table
 """
 
 import time
