@@ -1,4 +1,4 @@
-"""Repairs of what Megatron's distributed optimizer does with checkpoints. Nothing here knows of Dobb.
+"""Repairs of what Megatron's distributed optimizer does with checkpoints. Nothing here knows of a method.
 
 * `fully_reshardable` cuts parameters out of buffers without padding at the places they have in the padded buffers:
   from the second bucket on, the saved state belongs to other parameters (megatron-core 0.19; later ones are left
@@ -33,7 +33,7 @@ _COARSEST, _SMALLEST = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float1
 """Rounding of weights that were saved in any dtype, whatever they are now: relative, of values from so small on."""
 
 
-class ReshardableOptimizer(DistributedOptimizer):
+class UpstreamFixes(DistributedOptimizer):
     """Megatron's distributed optimizer, with the repairs of this module.
 
     Attributes:

@@ -19,6 +19,7 @@ from ..methods.dobb.blocks import Shard
 from ..methods.dobb.capture import MomentSum, scale_sums
 from ..methods.dobb.metrics_recorder import Observer, Sink
 from ..methods.dobb.refresh_group import RefreshCounts
+from ..numerics.finite import check_finite
 from . import state_dict as state
 from .keywords import Exclude, check_sink, named_as_keywords, read_settings
 from .replicated_bases import ModelBases
@@ -247,7 +248,7 @@ class Dobb(torch.optim.Optimizer):
             if weight.parameter.grad is not None:
                 by_device.setdefault(weight.parameter.device, []).append(weight)
         for weights in by_device.values():
-            reference.check_finite([w.name for w in weights], [_gradient(w) for w in weights])
+            check_finite([w.name for w in weights], [_gradient(w) for w in weights])
 
     def _take_sums(self) -> dict[str, MomentSum]:
         """What this refresh adds to the moments, on this rank."""

@@ -38,6 +38,7 @@ from whole_model import (  # noqa: E402
 )
 
 from megatron_dobb.megatron.dobb import optimizer as dobb_optimizer  # noqa: E402
+from megatron_dobb.megatron.model.chunk_state import selection_of  # noqa: E402
 from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt  # noqa: E402
@@ -188,7 +189,7 @@ class Run:
         if dobb:
             self.dobbs = [built for built in self.optimizer.chained_optimizers if not built.is_stub_optimizer]
         self.dobb = self.dobbs[0] if self.dobbs else None
-        self.managed = {w.name: w for chunk in self.chunks for w in chunk.dobb_plan.managed} if dobb else {}
+        self.managed = {w.name: w for chunk in self.chunks for w in selection_of(chunk).managed} if dobb else {}
         self.names = sorted(self.managed)
 
     @property

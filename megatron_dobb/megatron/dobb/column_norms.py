@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...methods.dobb import update
 from ...methods.dobb.update import Segment
-from ..model.select_weights import ManagedWeight
 from .process_groups import Ranks
+from .select_weights import DobbWeight
 
 
 class ColumnNorms:
@@ -30,7 +30,7 @@ class ColumnNorms:
 
     def __init__(
         self,
-        weights: Mapping[str, ManagedWeight],
+        weights: Mapping[str, DobbWeight],
         ranks_of: Mapping[str, Ranks],
         groups: Mapping[Ranks, dist.ProcessGroup | None],
         held: Mapping[str, Sequence[int]],

@@ -10,16 +10,11 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import CheckpointError, ConfigError, UnsupportedError
+from ...methods import registry
 from ...methods.dobb.settings import DobbConfig
 from ...post_import import Patch, after_import
 from ...sharding import buffer_layout
-from ..model.select_weights import (
-    COLUMN_SHARDS_ATTRIBUTE,
-    NAME_ATTRIBUTE,
-    OUTPUT_SIDE_ATTRIBUTE,
-    WIDTH_ATTRIBUTE,
-    manage,
-)
+from ..model.chunk_state import WeightTag, attach, note_alignment, tag_of
 from ..options import config_objects
 from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from . import versions
@@ -177,12 +172,12 @@ def _patch_ddp(module: ModuleType) -> None:
         if settings is None:
             original(self, config, ddp_config, module, *args, **kwargs)
             return
-        plan = manage(module, settings)
+        selection = registry.method(OPTIMIZER).load("select_weights")(module, settings)
         # The caller computed a layout before the weights were tagged; DDP computes one itself if it gets none.
         kwargs.pop("full_param_layout", None)
         with _quiet(logging.getLogger(ddp.__module__), "full_param_layout not provided"):
             original(self, config, ddp_config, module, *args, **kwargs)
-        self.dobb_plan = plan
+        attach(self, selection)
 
     ddp.__init__ = __init__
 
@@ -209,21 +204,10 @@ def _patch_layout(module: ModuleType) -> None:
         param_indices: list[int] | None = None,
     ) -> Any:
         stock = original(params, bucket_size, data_parallel_world_size, ddp_config, param_indices)
-        if not any(getattr(p, WIDTH_ATTRIBUTE, 0) for p in params):
+        if not any((tag := tag_of(p)) is not None and tag.alignment for p in params):
             return stock
         placed = params[::-1]
-        items = [
-            buffer_layout.Item(
-                p.numel(),
-                getattr(p, WIDTH_ATTRIBUTE, 0),
-                getattr(p, "shared_embedding", False),
-                getattr(p, NAME_ATTRIBUTE, ""),
-                columns=_row_length(p),
-                column_shards=getattr(p, COLUMN_SHARDS_ATTRIBUTE, 1),
-                whole_rows=getattr(p, OUTPUT_SIDE_ATTRIBUTE, False),
-            )
-            for p in placed
-        ]
+        items = [_item(p) for p in placed]
         divisor = end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
         aligned = buffer_layout.align(items, bucket_size, data_parallel_world_size, divisor)
         buffer_layout.check_row_blocks(aligned, stock.bucket_indices[-1][1])
@@ -237,18 +221,24 @@ def _patch_layout(module: ModuleType) -> None:
             param_indices=stock.param_indices,
             num_optimizer_shards=data_parallel_world_size,
         )
-        ours.dobb_stock_numel = stock.bucket_indices[-1][1]
+        note_alignment(ours, stock.bucket_indices[-1][1])
         return ours
 
     base._compute_per_buffer_param_layout = staticmethod(_compute_per_buffer_param_layout)
     _keep_from_other_optimizers(base)
 
 
-def _row_length(parameter: Any) -> int:
-    """`columns` of `layout.Item`."""
-    if not hasattr(parameter, WIDTH_ATTRIBUTE):
-        return 0
-    return parameter.numel() if getattr(parameter, OUTPUT_SIDE_ATTRIBUTE, False) else parameter.shape[-1]
+def _item(parameter: Any) -> buffer_layout.Item:
+    tag = tag_of(parameter) or WeightTag("")
+    return buffer_layout.Item(
+        parameter.numel(),
+        tag.alignment,
+        getattr(parameter, "shared_embedding", False),
+        tag.name,
+        columns=tag.columns,
+        column_shards=tag.column_shards,
+        whole_rows=tag.whole_rows,
+    )
 
 
 def _keep_from_other_optimizers(base: Any) -> None:
@@ -260,7 +250,7 @@ def _keep_from_other_optimizers(base: Any) -> None:
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         facts = (given.get("metadata") or {}).get(OPTIMIZER)
-        if given.get("is_loading") and facts is not None and getattr(self, "dobb", None) is None:
+        if given.get("is_loading") and facts is not None and getattr(self, "method", None) != OPTIMIZER:
             raise CheckpointError(
                 "the checkpoint's optimizer state is Dobb's: continue it with --optimizer dobb, or start "
                 f"--optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
@@ -281,23 +271,23 @@ def _patch_checkpoints(module: ModuleType) -> None:
     signature, signature_of_save = inspect.signature(load), inspect.signature(save)
 
     @functools.wraps(save)
-    def save_with_facts(*args: Any, **kwargs: Any) -> Any:
-        from ..checkpoint.save_load import with_facts
+    def save_with_run_metadata(*args: Any, **kwargs: Any) -> Any:
+        from ..checkpoint.save_load import content_metadata_for
 
         given = signature_of_save.bind(*args, **kwargs)
         state, metadata = given.arguments["sharded_state_dict"], given.arguments.get("content_metadata")
-        given.arguments["content_metadata"] = with_facts(metadata, state)
+        given.arguments["content_metadata"] = content_metadata_for(state, metadata)
         return save(*given.args, **given.kwargs)
 
     @functools.wraps(load)
     def checked_load(*args: Any, **kwargs: Any) -> Any:
-        from ..checkpoint.save_load import has_state_of_dobb
+        from ..checkpoint.save_load import is_requested
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         # A program may have turned Dobb off since, for another model.
-        if active() is not None or has_state_of_dobb(given["sharded_state_dict"]):
+        if active() is not None or is_requested(given["sharded_state_dict"]):
             from ..checkpoint.validate import check
 
             check(
@@ -326,7 +316,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
             note_writer(common)
         return common
 
-    module.save = save_with_facts  # type: ignore[attr-defined]
+    module.save = save_with_run_metadata  # type: ignore[attr-defined]
     module.load = checked_load  # type: ignore[attr-defined]
     module.load_common_state_dict = load_common_state_dict  # type: ignore[attr-defined]
 
@@ -345,7 +335,7 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
             return groups(model_chunks, config, config_overrides)
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-        managed = ParamPredicate(name=OPTIMIZER, fn=lambda p: bool(getattr(p, WIDTH_ATTRIBUTE, 0)))
+        managed = ParamPredicate(name=OPTIMIZER, fn=lambda p: tag_of(p) is not None)
         overrides = {**(config_overrides or {}), ParamKey(predicate=managed): {"optimizer": OPTIMIZER}}
         return groups(model_chunks, config, overrides)
 

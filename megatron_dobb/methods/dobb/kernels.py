@@ -73,7 +73,7 @@ def update(
         What `check` must look at before the next step, on devices that run behind the host. Nothing on a CPU.
 
     Raises:
-        NonFiniteError: if coefficients on a CPU are not finite, which `reference.check_finite` does not rule out:
+        NonFiniteError: if coefficients on a CPU are not finite, which `check_finite` does not rule out:
             finite gradients can overflow the momentum.
         UnsupportedError: if `backend` is `extension` and it cannot run.
     """

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...errors import NonFiniteError
 from .blocks import Shard
 
 
@@ -126,27 +125,6 @@ class Segment:
     def rectangle(self, flat: Tensor, offset: int, rows: int, blocks: int) -> Tensor:
         """View `[rows, blocks, b]` of a piece of a flat tensor of this shard."""
         return flat[offset : offset + rows * blocks * self.shard.width].view(rows, blocks, self.shard.width)
-
-
-def check_finite(names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-    """Refuse a step before anything is changed.
-
-    Raises:
-        NonFiniteError: if a gradient holds a NaN or an infinity; names the weight and the number of entries.
-    """
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    if not filled:
-        return
-    peaks = torch.stack([g.float() for g in torch._foreach_norm(filled, math.inf)])
-    if bool(peaks.isfinite().all()):
-        return
-    for name, gradient in zip(names, gradients, strict=True):
-        bad = int((~gradient.isfinite()).sum())
-        if bad:
-            raise NonFiniteError(
-                f"gradient of {name} holds {bad} non-finite of {gradient.numel()} entries; no weight or momentum "
-                "was changed. Find the cause, or let the training loop skip such steps before it calls the optimizer"
-            )
 
 
 def update(

@@ -1,0 +1,1 @@
+"""Numerics that methods share: functions of tensors, without state and without communication."""
