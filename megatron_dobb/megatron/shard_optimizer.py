@@ -32,6 +32,17 @@ MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this na
 PLACEHOLDER = "exp_avg_sq"  # AdamW has it besides, and the methods here do not.
 
 
+class MethodSettings(Protocol):
+    """Settings that every method has."""
+
+    @property
+    def load_other_optimizer(self) -> bool:
+        """Whether the user wants to continue AdamW's checkpoint, whose first moments become the momentum."""
+
+    def check_patterns_used(self, used: set[str]) -> None:
+        """Raise a `ConfigError` for a name pattern of the user that is not in `used`: it matches no weight."""
+
+
 class ShardSegment(Protocol):
     """A flat shard of one weight."""
 
@@ -104,7 +115,7 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
     ) -> None:
         states = [state for chunk in model_chunks if (state := state_of(chunk)) is not None]
         self.selections: list[Selection[W]] = [state.selection for state in states]
-        self.settings = self.selections[0].settings
+        self.settings: MethodSettings = self.selections[0].settings
         groups = optimizer.param_groups if optimizer is not None else []
         self.is_expert = any(group["is_expert_parallel"] for group in groups)
         own = {id(p) for group in groups if self._is_managed(group) for p in group["params"]}
@@ -146,7 +157,7 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
         """Build what the method needs for `managed` and `cut_of`, before the segments."""
 
     def _segment(self, weight: W, shard: torch.nn.Parameter, momentum: Tensor) -> S:
-        """What `_update` needs of a shard. It must hold `shard` itself: programs give its tensor other storage."""
+        """Describe a shard for `_update`. It must hold `shard` itself, whose tensor programs give other storage."""
         return Segment(weight.name, shard, momentum)  # type: ignore[return-value]  # of methods without a type of their own
 
     def _update(self, gradients: Sequence[Sequence[Tensor]]) -> None:
@@ -158,7 +169,7 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
         raise NotImplementedError
 
     def _extra_state(self) -> ExtraState[Any]:
-        """What a checkpoint holds of the method besides the masters and the momentum."""
+        """Describe the state that a checkpoint holds besides masters and momentum."""
         return ExtraState()
 
     # Start.
@@ -244,12 +255,12 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
         )
 
     def offload_to_cpu(self) -> None:
-        """See Megatron's; frees the momenta of managed weights as well."""
+        """Offload the state as Megatron does, and free the momenta of managed weights as well."""
         super().offload_to_cpu()
         self._follow_moved_state()
 
     def restore_from_cpu(self) -> None:
-        """See Megatron's."""
+        """Restore the state as Megatron does, and update the momenta that it made."""
         super().restore_from_cpu()
         self._follow_moved_state()
 
@@ -276,7 +287,7 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
         sharding_type: str | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """See Megatron's. A save adds its run metadata to `metadata`, the checkpoint's content metadata to be.
+        """Describe the state to save or load. A save adds its run metadata to `metadata`, the content metadata to be.
 
         Raises:
             CheckpointError: if this run cannot continue the checkpoint that `metadata` describes.
@@ -326,7 +337,7 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[int, dict[str, Any]] | None:
-        """See Megatron's; managed weights have no placeholders there."""
+        """Describe the state of every parameter whole; managed weights have no placeholders there."""
         state = super().sharded_param_state_fully_reshardable(model_sharded_state_dict, is_loading, metadata)
         for number, parameter in self._parameters_in_order():
             weight = self._managed_by_id.get(id(parameter))

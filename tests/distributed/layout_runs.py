@@ -141,7 +141,7 @@ class Run:
 
     Args:
         layout: what `start` was called with.
-        dobb: Dobb's settings; None trains with Megatron's AdamW.
+        dobb: settings of Dobb or another method; None trains with Megatron's AdamW.
         transformer: changes to the `TransformerConfig`.
         optimizer: changes to the `OptimizerConfig`.
 
@@ -182,7 +182,8 @@ class Run:
             "use_distributed_optimizer": True,
         }
         config = OptimizerConfig(**(defaults | optimizer))
-        config.dobb = dobb
+        if isinstance(dobb, DobbConfig):
+            config.dobb = dobb
         self.optimizer = get_megatron_optimizer(config, self.chunks)
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.dobbs: list[dobb_optimizer.DobbDistributedOptimizer] = []
@@ -195,7 +196,7 @@ class Run:
     @property
     def groups(self) -> list[Any]:
         """The refresh groups of all optimizers."""
-        return [group for optimizer in self.dobbs for group in optimizer.refresh_groups]
+        return [group for optimizer in self.dobbs for group in getattr(optimizer, "refresh_groups", ())]
 
     def let_launch(self, launcher: str) -> None:
         """Let the program's thread, or the worker's, make the collectives of refreshes, as if CUDA asked for it."""

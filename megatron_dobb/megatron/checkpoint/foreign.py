@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import CheckpointError
+from ...methods import registry
 
 _CONTENT_METADATA = "content_metadata"
 _SHARDING = "distrib_optim_sharding_type"
@@ -44,7 +45,10 @@ def refusal(content: Mapping[str, Any], writer: str, method: str) -> str | None:
         writer: the optimizer that wrote it.
         method: the one that is to continue it.
     """
-    if writer not in (_ADAMW, method):
+    other = next((name for name in registry.names() if name != method and name in content), None)
+    if other is not None:
+        writer, reason = other, "its matrices have no second moments"
+    elif writer not in (_ADAMW, method):
         reason = _REASONS.get(writer, _OTHERWISE)
     elif content.get(_SHARDING) is None:
         reason = _UNDISTRIBUTED

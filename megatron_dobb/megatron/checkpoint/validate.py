@@ -55,7 +55,7 @@ def check(
 
 
 def diagnosis(folder: str) -> str | None:
-    """Why a checkpoint cannot be read, as far as its files tell."""
+    """The reason why a checkpoint cannot be read, as far as its files tell, or None."""
     try:
         return incomplete_files(folder, FileSystemReader(folder).read_metadata())
     except Exception as error:
@@ -63,7 +63,7 @@ def diagnosis(folder: str) -> str | None:
 
 
 def incomplete_files(folder: str, metadata: Any) -> str | None:
-    """What is wrong with the files of a checkpoint, or None."""
+    """The first fault in the files of a checkpoint, or None."""
     needed: dict[str, int] = {}
     for part in metadata.storage_data.values():
         needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)

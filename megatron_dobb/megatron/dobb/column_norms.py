@@ -73,7 +73,7 @@ class ColumnNorms:
         ]
 
     def bytes_reduced(self) -> int:
-        """What this rank contributes to all-reduces in every step."""
+        """Bytes that this rank contributes to all-reduces in every step."""
         return sum(4 * flat.numel() for ranks, flat in self.sums.items() if self.groups[ranks] is not None)
 
     def _of(self, name: str) -> Tensor:

@@ -29,13 +29,13 @@ from ...sharding.ownership import Block
 from .select_weights import DobbWeight
 
 SINK_ATTRIBUTE = "dobb_diagnostics"
-"""Of Megatron's `OptimizerConfig`: a function that receives, on the last rank, what the writers do."""
+"""Attribute of Megatron's `OptimizerConfig`: a function that receives, on the last rank, what the writers do."""
 
 _GLOBALS = "megatron.training.global_vars"
 
 
 class Diagnosed(Protocol):
-    """What is looked at of an optimizer: of Megatron's attributes, and of `DobbDistributedOptimizer`'s."""
+    """The attributes of a `DobbDistributedOptimizer` that diagnostics read, Megatron's own among them."""
 
     config: Any
     model_chunks: Sequence[Any]

@@ -178,7 +178,7 @@ class DobbDistributedOptimizer(ShardOptimizer[DobbWeight, update.Segment]):
         return super().prepare_grads()
 
     def _gradient_factor(self) -> float:
-        """What captured gradients are multiplied with.
+        """The factor of captured gradients.
 
         They are those of a rank's mean loss. The mean over the ranks, of which Megatron makes the gradients of the
         weights, knows no number of ranks.
@@ -215,7 +215,7 @@ class DobbDistributedOptimizer(ShardOptimizer[DobbWeight, update.Segment]):
         self.diagnostics.after_update(self, gradients, scales)
 
     def _grams(self, gradients: Sequence[Sequence[Tensor]]) -> dict[str, MomentSum]:
-        """What this rank's part of the gradient adds to `G^T G` of every weight, or to `G G^T` on the output side."""
+        """Sum this rank's part of `G^T G` of every weight, or of `G G^T` on the output side."""
         sums = {weight.key: MomentSum() for group in self.refresh_groups for weight in group.weights}
         for segments, of_group in zip(self.segments, gradients, strict=True):
             for segment, gradient in zip(segments, of_group, strict=True):

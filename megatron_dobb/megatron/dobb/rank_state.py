@@ -11,7 +11,7 @@ from .process_groups import MomentGroups
 
 @dataclass
 class RankState:
-    """What the optimizer of the dense weights sets up, and that of the experts finds.
+    """State that the optimizer of the dense weights sets up, and that of the experts finds.
 
     Attributes:
         moment_groups: the ranks that share the moments of each weight of this rank.

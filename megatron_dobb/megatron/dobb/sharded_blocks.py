@@ -23,7 +23,7 @@ MOMENT, BASIS = "moment", "basis"
 
 @dataclass(frozen=True)
 class WeightInModel:
-    """Where the blocks that a rank has of a weight lie in the whole model.
+    """Place of a rank's blocks of a weight in the whole model.
 
     Attributes:
         features: of the whole weight, which its blocks divide.
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass
 class LoadReport:
-    """What a load did not take over as it was: names of weights."""
+    """Names of the weights that a load did not take over as they were."""
 
     cut: set[str]
     restarted: set[str]
@@ -126,7 +126,7 @@ class ShardedBlocks:
             group.basis.copy_(torch.eye(group.width, dtype=group.basis.dtype, device=group.basis.device))
 
     def _wanted(self, saved: DobbRunMetadata) -> Iterator[tuple[RefreshGroup, str, Run, int]]:
-        """What to read, and the width that it was saved in.
+        """The runs of blocks to read, and the width that each was saved in.
 
         Megatron takes what several ranks read from the same offset on for the same data. So it must have one length:
         runs end where those of any rank do, and do not go on from one stored block to the next if that is wider.

@@ -92,12 +92,12 @@ class RefreshStages:
         return refreshed
 
     def reduce(self, groups: Sequence[RefreshGroup], sums: dict[str, MomentSum]) -> list[Tensor]:
-        """What `RefreshGroup.reduce` returns for each group; collective."""
+        """Reduce the sums of each group (`RefreshGroup.reduce`); collective."""
         with torch.profiler.record_function("dobb::reduce"):
             return [group.reduce(sums) for group in groups]
 
     def renew(self, groups: Sequence[RefreshGroup], received: list[Tensor], step: int) -> ExchangeInputs:
-        """See `RefreshGroup.renew`.
+        """Renew the owned blocks of each group (`RefreshGroup.renew`).
 
         Args:
             groups: those of `reduce`.
@@ -113,9 +113,10 @@ class RefreshStages:
         return renewed
 
     def exchange(self, renewed: ExchangeInputs) -> GroupCounts:
-        """See `RefreshGroup.exchange`; collective. All groups make it, whatever the counts of some of them say.
+        """Exchange the bases (`RefreshGroup.exchange`); collective.
 
-        The counts of all groups are read at once: reading waits for the device.
+        All groups make the exchange, whatever the counts of some of them say. The counts of all are read at once:
+        reading waits for the device.
         """
         if not renewed:
             return []

@@ -1,4 +1,4 @@
-"""What a run says at its start."""
+"""Start-up table of a run: what is on Dobb, memory, traffic and balance."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,7 +111,7 @@ def refresh_peak(optimizer: DobbDistributedOptimizer) -> int:
 
 
 def group_costs(optimizer: DobbDistributedOptimizer) -> list[WidthCosts]:
-    """Of each refresh group, on all its ranks."""
+    """Costs of each refresh group, on all its ranks."""
     found = []
     for group in optimizer.refresh_groups:
         by_width = refresh_costs(

@@ -18,7 +18,7 @@ _ATTRIBUTE = "megatron_dobb"
 
 @dataclass(frozen=True)
 class WeightTag:
-    """What the layout of the buffers and the choice of param groups read from a managed parameter.
+    """Note on a managed parameter, for the layout of the buffers and the choice of param groups.
 
     Attributes:
         name: of the weight in the whole model.

@@ -1,4 +1,4 @@
-"""What follows from a weight's shape, its blocks and its place in the tensor-parallel layout.
+"""Blocks, alignment and communication sets of a weight, from its shape and its place in the tensor-parallel layout.
 
 A run asks this of its parameters, and `tools/plan.py` of parameters that nobody has made: nothing here looks at more of
 a weight than `BlockedWeight` names, and nothing imports Megatron.

@@ -91,7 +91,7 @@ def _refusals(configs: Sequence[Any], settings: DobbConfig) -> Iterator[Refusal]
     for config in configs:
         for name, value in vars(config).items():
             values[name] = values.get(name) if value is None or value is False else value
-    values |= {"dobb_source": settings.source, "dobb_side": settings.side}
+    values |= {f"dobb_{name}": getattr(settings, name, None) for name in ("source", "side")}
     for refusal in REFUSALS:
         if refusal.what != _WITHOUT_DISTRIBUTED and refusal.used(Namespace(**values)):
             yield refusal

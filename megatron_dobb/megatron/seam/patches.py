@@ -20,7 +20,7 @@ from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_u
 from . import versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
-"""Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
+"""Values of `--dist-ckpt-strictness` with which a checkpoint must contain all that is requested."""
 
 _OF_BUILD = ("config", "model_chunks", "param_groups")
 
@@ -50,7 +50,7 @@ def install(config: DobbConfig | None = None) -> None:
 
 
 def patches() -> dict[str, Patch]:
-    """What is patched of Megatron: for each module the function that probes it and then replaces parts of it."""
+    """For each patched module of Megatron, the function that probes it and then replaces parts of it."""
     return {
         "megatron.core.optimizer.distrib_optimizer": _patch_layout,
         "megatron.core.optimizer": _patch_optimizer_factory,
@@ -68,13 +68,17 @@ def configure(config: DobbConfig | None) -> None:
         ConfigError: if it is neither a `DobbConfig` nor None.
     """
     global _given_by_program
-    if config is not None and not isinstance(config, DobbConfig):
+    if config is not None and not isinstance(config, DobbConfig) and registry.method_of(config) is None:
         raise ConfigError(
             f"megatron_dobb.install takes a DobbConfig, and was given {config!r}: give it one, such as "
             "DobbConfig(blocks=16)"
         )
     _use(config)
     _given_by_program = config is not None
+
+
+def _method_of(settings: Any) -> registry.Method:
+    return registry.method_of(settings) or registry.method(OPTIMIZER)
 
 
 def _use(config: DobbConfig | None) -> None:
@@ -172,7 +176,7 @@ def _patch_ddp(module: ModuleType) -> None:
         if settings is None:
             original(self, config, ddp_config, module, *args, **kwargs)
             return
-        selection = registry.method(OPTIMIZER).load("select_weights")(module, settings)
+        selection = _method_of(settings).load("select_weights")(module, settings)
         # The caller computed a layout before the weights were tagged; DDP computes one itself if it gets none.
         kwargs.pop("full_param_layout", None)
         with _quiet(logging.getLogger(ddp.__module__), "full_param_layout not provided"):
@@ -242,17 +246,18 @@ def _item(parameter: Any) -> buffer_layout.Item:
 
 
 def _keep_from_other_optimizers(base: Any) -> None:
-    """Let Megatron's own optimizers refuse Dobb's checkpoints, whose param groups and state they would mistake."""
+    """Let Megatron's own optimizers refuse a method's checkpoints, whose param groups and state they would mistake."""
     original = versions.probe(base, "sharded_state_dict", ("model_sharded_state_dict", "is_loading", "metadata"))
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
-        facts = (given.get("metadata") or {}).get(OPTIMIZER)
-        if given.get("is_loading") and facts is not None and getattr(self, "method", None) != OPTIMIZER:
+        content = given.get("metadata") or {}
+        writer = next((name for name in registry.names() if name in content), None)
+        if given.get("is_loading") and writer is not None and not hasattr(self, "method"):
             raise CheckpointError(
-                "the checkpoint's optimizer state is Dobb's: continue it with --optimizer dobb, or start "
+                f"the checkpoint's optimizer state is of {writer}: continue it with --optimizer {writer}, or start "
                 f"--optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
             )
         return original(self, *args, **kwargs)
@@ -329,32 +334,33 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 
     @functools.wraps(groups)
     def _get_param_groups(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
-        if config_objects.check(model_chunks, config) is None:
+        settings = config_objects.check(model_chunks, config)
+        if settings is None:
             if _given_by_program:
                 _say_that_it_is_not_dobb(config.optimizer)
             return groups(model_chunks, config, config_overrides)
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-        managed = ParamPredicate(name=OPTIMIZER, fn=lambda p: tag_of(p) is not None)
-        overrides = {**(config_overrides or {}), ParamKey(predicate=managed): {"optimizer": OPTIMIZER}}
+        method = _method_of(settings).name
+        managed = ParamPredicate(name=method, fn=lambda p: tag_of(p) is not None)
+        overrides = {**(config_overrides or {}), ParamKey(predicate=managed): {"optimizer": method}}
         return groups(model_chunks, config, overrides)
 
     @functools.wraps(build)
     def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
         chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
-        if config_objects.settings_of(chunks) is None:
+        settings = config_objects.settings_of(chunks)
+        if settings is None:
             return build(*args, **kwargs)
-        from ..dobb import startup_report
-        from ..dobb.optimizer import DobbDistributedOptimizer
-
+        method = _method_of(settings)
         # Other modules import this name for isinstance checks, so it is replaced for the call alone.
         stock = module.DistributedOptimizer
-        module.DistributedOptimizer = DobbDistributedOptimizer  # type: ignore[attr-defined]
+        module.DistributedOptimizer = method.load("optimizer")  # type: ignore[attr-defined]
         try:
             built = build(*args, **kwargs)
         finally:
             module.DistributedOptimizer = stock  # type: ignore[attr-defined]
-        startup_report.log_start(built)
+        method.load("startup_report")(built)
         return built
 
     module._get_param_groups = _get_param_groups  # type: ignore[attr-defined]

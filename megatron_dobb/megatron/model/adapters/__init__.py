@@ -1,4 +1,4 @@
-"""What each kind of Megatron layer multiplies its weights with, and how they are cut over tensor parallelism."""
+"""Adapters: for each kind of Megatron layer, its weights, their inputs and their cuts over tensor parallelism."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""What an adapter knows of one kind of layer, and what several kinds share."""
+"""Base class of adapters for kinds of layers, and helpers that several adapters share."""
 
 import sys
 from collections.abc import Mapping
