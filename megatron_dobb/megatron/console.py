@@ -1,12 +1,6 @@
-"""What a run says of the whole model at its start, and when a refresh left blocks alone."""
-
-from collections.abc import Sequence
+"""Print what a run says of the whole job."""
 
 import torch.distributed as dist
-
-from ..methods.dobb.refresh_group import RefreshCounts, RefreshGroup
-from ..methods.dobb.settings import DobbConfig
-from .dobb.sharded_blocks import Report
 
 
 def say(text: str) -> None:
@@ -15,49 +9,13 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def log_whole_model(matrices: int, elements: int) -> None:
-    """Say how much of the model is on Dobb, over all pipeline stages and experts."""
-    say(f"dobb: {matrices} matrices ({elements:,} elements) of the whole model are on Dobb; the first rank's part:")
-
-
-def log_refresh(step: int, counts: RefreshCounts, total: RefreshCounts) -> None:
-    """Warn when a refresh left blocks alone or needed the slow path for some.
+def log_whole_model(method: str, title: str, matrices: int, elements: int) -> None:
+    """Say how much of the model a method updates, over all pipeline stages and experts.
 
     Args:
-        step: the refresh step, from 1.
-        counts: what this rank has to report; every event is in the counts of at least one rank.
-        total: all counts of this rank's weights since the start.
+        method: its name.
+        title: its name in sentences.
+        matrices, elements: of the model.
     """
-    if counts.skipped or counts.fallbacks:
-        print(
-            f"dobb: refresh of step {step}, rank {dist.get_rank()}: {counts.skipped} blocks kept their basis (no "
-            f"token, or an all-zero or non-finite moment), {counts.fallbacks} were finished by Householder; "
-            f"{total.skipped} and {total.fallbacks} since the start",
-            flush=True,
-        )
-
-
-def log_load(groups: Sequence[RefreshGroup], report: Report | None, config: DobbConfig) -> None:
-    """Say which moments and bases a load did not take over as they were saved.
-
-    Args:
-        groups: of this rank; the first rank of each speaks for it.
-        report: of the load; None if another optimizer wrote the checkpoint.
-        config: the settings of this run.
-    """
-    if report is None:
-        if config.source != "none":
-            say("dobb: moments and bases start anew, and the next step refreshes them")
-        return
-    spoken_for = {weight.key for group in groups if group.rank == 0 for weight in group.weights}
-    for names, what in (
-        (report.cut, "had wider blocks: their moments are cut out of those, and their bases"),
-        (report.restarted, "had blocks that theirs cannot be cut from, or none: moments and bases"),
-    ):
-        mine = sorted(names & spoken_for)
-        if mine:
-            print(
-                f"dobb: rank {dist.get_rank()}: {len(mine)} weights ({mine[0]}, ...) of the checkpoint {what} start "
-                "anew on the next step, which refreshes them",
-                flush=True,
-            )
+    size = f"{matrices} matrices ({elements:,} elements)"
+    say(f"{method}: {size} of the whole model are on {title}; the first rank's part:")

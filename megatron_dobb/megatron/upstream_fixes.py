@@ -1,4 +1,4 @@
-"""Repairs of what Megatron's distributed optimizer does with checkpoints. Nothing here knows of Dobb.
+"""Repairs of what Megatron's distributed optimizer does with checkpoints. Nothing here knows of a method.
 
 * `fully_reshardable` cuts parameters out of buffers without padding at the places they have in the padded buffers:
   from the second bucket on, the saved state belongs to other parameters (megatron-core 0.19; later ones are left
@@ -27,13 +27,13 @@ from ..errors import CheckpointError
 _REPAIRED_UPSTREAM = "cumulative_padding_stripped"  # a variable of Megatron's own repair
 
 _DIFFERING = 0.01
-"""Of a parameter's elements, how many may differ from the model's weights by more than rounding."""
+"""Part of a parameter's elements that may differ from the model's weights by more than rounding."""
 
 _COARSEST, _SMALLEST = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float16).smallest_normal
 """Rounding of weights that were saved in any dtype, whatever they are now: relative, of values from so small on."""
 
 
-class ReshardableOptimizer(DistributedOptimizer):
+class UpstreamFixes(DistributedOptimizer):
     """Megatron's distributed optimizer, with the repairs of this module.
 
     Attributes:
@@ -86,7 +86,7 @@ class ReshardableOptimizer(DistributedOptimizer):
                 state["step"] = state["step"].clone()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See Megatron's."""
+        """Describe the state to save or load, once every parameter has it."""
         self.allocate_state()
         return super().sharded_state_dict(*args, **kwargs)
 
@@ -111,7 +111,7 @@ class ReshardableOptimizer(DistributedOptimizer):
     # dp_reshardable.
 
     def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
-        """See Megatron's; a bucket of which this rank owns only padding gets one entry without elements."""
+        """Collect the state by buckets; one that is all padding on this rank gets an entry without elements."""
         state = super().get_parameter_state_dp_reshardable()
         for bucket in _buckets(state):
             if not bucket:
@@ -120,7 +120,7 @@ class ReshardableOptimizer(DistributedOptimizer):
         return state
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """See Megatron's."""
+        """Describe the state by buckets, without those of which this rank owns only padding."""
         state = super().sharded_param_state_dp_reshardable(*args, **kwargs)
         for bucket in _buckets(state):
             entries = [entry for entry in bucket if entry["param"].local_shape != (0,)]
@@ -133,7 +133,7 @@ class ReshardableOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def load_parameter_state_from_dp_reshardable(self, state_dict: Any) -> None:
-        """See Megatron's, which fails for fp32 parameters, being views of leaves that require gradients."""
+        """Load without gradients: Megatron's load fails for fp32 parameters, views of leaves that require them."""
         super().load_parameter_state_from_dp_reshardable(state_dict)
 
     # fully_reshardable.
@@ -141,7 +141,7 @@ class ReshardableOptimizer(DistributedOptimizer):
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[int, dict[str, Any]] | None:
-        """See Megatron's.
+        """Describe the state of every parameter whole.
 
         Raises:
             CheckpointError: if what would be saved is not the state of the parameters.
@@ -153,7 +153,7 @@ class ReshardableOptimizer(DistributedOptimizer):
         return state
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: dict[int, dict[str, Tensor]]) -> None:
-        """See Megatron's.
+        """Load the state of every parameter from whole ones.
 
         Raises:
             CheckpointError: on all ranks, if a master is not that of the model's weight; nothing was loaded.
@@ -219,7 +219,7 @@ class ReshardableOptimizer(DistributedOptimizer):
         return self.data_parallel_group
 
     def _wrong_masters(self, state: dict[int, dict[str, Tensor]]) -> str | None:
-        """Which of the masters that this rank owns differ from their weight by more than rounding."""
+        """Describe the first of this rank's masters that differs from its weight by more than rounding, or None."""
         for number, parameter in self._parameters_in_order():
             shard = self._owned_shard(parameter)
             if shard is None or self._is_distopt_quantized_param(parameter):
@@ -236,7 +236,7 @@ class ReshardableOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def _take_whole_masters(self, state: dict[int, dict[str, Tensor]]) -> None:
-        """Where masters are parts of the parameters, let every rank have them whole.
+        """Let every rank have the masters whole where they are parts of the parameters.
 
         If the weights were saved in a coarser type, each rank would otherwise compute with the masters it owns and with
         rounded values of the others until their first step.

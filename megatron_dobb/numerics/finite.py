@@ -1,4 +1,4 @@
-"""Check gradients for non-finite values."""
+"""Refuse gradients that are not finite."""
 
 import math
 from collections.abc import Sequence

@@ -76,7 +76,7 @@ def blocks_written(run: Run) -> list[tuple[str, int]]:
     return [
         (tensor.key, tensor.global_offset[0] + number)
         for optimizer in run.dobbs
-        for kind in optimizer._state_of_blocks().to_save().values()
+        for kind in optimizer._extra_state().to_save().values()
         for tensor in kind.values()
         if is_main_replica(tensor.replica_id)
         for number in range(tensor.local_shape[0])

@@ -26,7 +26,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from whole_model import fill, first_block, parameters_by_name, part_of, whole_parameters  # noqa: E402
 
-from megatron_dobb.megatron.dobb.stages import RefreshParts  # noqa: E402
+from megatron_dobb.megatron.dobb.stages import RefreshStages  # noqa: E402
+from megatron_dobb.megatron.model.chunk_state import selection_of  # noqa: E402
 from megatron_dobb.megatron.model.global_names import weight_names  # noqa: E402
 from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
@@ -109,7 +110,7 @@ class ExpertRun:
         self.optimizer = get_megatron_optimizer(config, [self.model])
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.dobb = self.optimizer.chained_optimizers if dobb else []
-        self.names = sorted({w.name for w in self.model.dobb_plan.managed}) if dobb else []
+        self.names = sorted({w.name for w in selection_of(self.model).managed}) if dobb else []
 
     def step(self, number: int) -> float:
         """Train on global batch `number`; returns this rank's loss."""
@@ -214,8 +215,8 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
         capture.take = functools.partial(take_and_count, capture.take, tokens)
     record["refreshes"] = []
     for optimizer in run.dobb:
-        parts = optimizer.refreshes._parts
-        optimizer.refreshes._parts = RecordedParts(
+        parts = optimizer.refreshes._stages
+        optimizer.refreshes._stages = RecordedParts(
             parts.config, parts.diagnostics, parts.is_expert, record["refreshes"]
         )
     for step in range(steps):
@@ -231,7 +232,7 @@ def train(layout: ExpertLayout, config: DobbConfig, steps: int, routing: str, **
 
 
 @dataclass(frozen=True)
-class RecordedParts(RefreshParts):
+class RecordedParts(RefreshStages):
     """Refreshes whose collectives go on record."""
 
     refreshes: list[list[traffic.Call]]

@@ -38,6 +38,7 @@ from whole_model import (  # noqa: E402
 )
 
 from megatron_dobb.megatron.dobb import optimizer as dobb_optimizer  # noqa: E402
+from megatron_dobb.megatron.model.chunk_state import selection_of  # noqa: E402
 from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt  # noqa: E402
@@ -140,7 +141,7 @@ class Run:
 
     Args:
         layout: what `start` was called with.
-        dobb: Dobb's settings; None trains with Megatron's AdamW.
+        dobb: settings of Dobb or another method; None trains with Megatron's AdamW.
         transformer: changes to the `TransformerConfig`.
         optimizer: changes to the `OptimizerConfig`.
 
@@ -181,20 +182,21 @@ class Run:
             "use_distributed_optimizer": True,
         }
         config = OptimizerConfig(**(defaults | optimizer))
-        config.dobb = dobb
+        if isinstance(dobb, DobbConfig):
+            config.dobb = dobb
         self.optimizer = get_megatron_optimizer(config, self.chunks)
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.dobbs: list[dobb_optimizer.DobbDistributedOptimizer] = []
         if dobb:
             self.dobbs = [built for built in self.optimizer.chained_optimizers if not built.is_stub_optimizer]
         self.dobb = self.dobbs[0] if self.dobbs else None
-        self.managed = {w.name: w for chunk in self.chunks for w in chunk.dobb_plan.managed} if dobb else {}
+        self.managed = {w.name: w for chunk in self.chunks for w in selection_of(chunk).managed} if dobb else {}
         self.names = sorted(self.managed)
 
     @property
     def groups(self) -> list[Any]:
         """The refresh groups of all optimizers."""
-        return [group for optimizer in self.dobbs for group in optimizer.refresh_groups]
+        return [group for optimizer in self.dobbs for group in getattr(optimizer, "refresh_groups", ())]
 
     def let_launch(self, launcher: str) -> None:
         """Let the program's thread, or the worker's, make the collectives of refreshes, as if CUDA asked for it."""

@@ -46,6 +46,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules  # noqa: E402
 
 import testbed.mamba  # noqa: E402
+from megatron_dobb.megatron.model.chunk_state import selection_of  # noqa: E402
 from megatron_dobb.megatron.model.global_names import weight_names  # noqa: E402
 from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
@@ -264,7 +265,7 @@ class KindRun:
         self.dobb = self.optimizer.chained_optimizers
         self.norms: list[tuple[float, int]] = []
         self.optimizer.step = functools.partial(self._step_and_note, self.optimizer.step)
-        self.names = sorted({weight.name for weight in self.model.dobb_plan.managed})
+        self.names = sorted({weight.name for weight in selection_of(self.model).managed})
 
         self.weights = {
             name: self.model.module.get_submodule(path)._parameters[own]

@@ -90,8 +90,8 @@ def compare(sizes: ModelSizes, parallel: Parallel) -> list[tuple[list[Any], list
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+    from megatron_dobb.megatron.dobb.select_weights import select_weights
     from megatron_dobb.megatron.model.global_names import weight_names
-    from megatron_dobb.megatron.model.select_weights import manage
     from megatron_dobb.megatron.model.weight_sharding import column_set, moment_set
     from megatron_dobb.methods.dobb.settings import DobbConfig
     from testbed import gpt
@@ -191,7 +191,9 @@ def compare(sizes: ModelSizes, parallel: Parallel) -> list[tuple[list[Any], list
             post_process=parallel_state.is_pipeline_last_stage(**place),
             vp_stage=virtual,
         )
-        managed = [{id(weight.parameter): weight for weight in manage(built, config).managed} for config in sides]
+        managed = [
+            {id(weight.parameter): weight for weight in select_weights(built, config).managed} for config in sides
+        ]
         names = {
             id(built.get_submodule(path)._parameters[own]): name
             for (path, own), name in weight_names(built).items()

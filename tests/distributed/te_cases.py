@@ -118,7 +118,7 @@ def run(name: str, layout: Layout) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    from megatron_dobb.megatron.model.select_weights import manage
+    from megatron_dobb.megatron.dobb.select_weights import select_weights
     from megatron_dobb.methods.dobb.capture import Capture
     from megatron_dobb.methods.dobb.settings import DobbConfig
     from testbed import gpt
@@ -149,7 +149,7 @@ def run(name: str, layout: Layout) -> dict[str, Any]:
     built = GPTModel(config, layers, gpt.VOCABULARY, gpt.SEQUENCE)
     change_norms(built)
     leave_the_last_expert_alone(built)
-    plan = manage(built, DobbConfig(blocks=BLOCKS))
+    plan = select_weights(built, DobbConfig(blocks=BLOCKS))
     capture = Capture(built, [weight.source() for weight in plan.managed], None)
     capture.begin(armed=True)
     data, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()

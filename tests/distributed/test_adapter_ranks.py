@@ -18,8 +18,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from megatron_dobb.megatron.model.adapters import SEQUENCE_DIM, Adapter, Geometry, find, register  # noqa: E402
-from megatron_dobb.megatron.model.select_weights import manage  # noqa: E402
+from megatron_dobb.megatron.dobb.select_weights import select_weights  # noqa: E402
+from megatron_dobb.megatron.model.adapters import SEQUENCE_DIM, Adapter, GlobalShape, find, register  # noqa: E402
 from megatron_dobb.megatron.seam import patches  # noqa: E402
 from megatron_dobb.methods.dobb.capture import Capture, Source  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
@@ -106,7 +106,7 @@ def test_column_parallel_layers_are_captured_with_all_their_columns(tensor, sequ
     ranks = processes.run(tensor, lambda: call_layer("column", tensor, sequence_parallel, by_keyword=by_keyword))
     sharded = sequence_parallel
     for rank in ranks:
-        assert rank["geometry"] == Geometry(
+        assert rank["geometry"] == GlobalShape(
             OUTPUTS, INPUTS, column_shards=1, tokens_over_tp=sharded, outputs_over_tp=False
         )
     parts = ranks if sharded else ranks[:1]
@@ -126,7 +126,7 @@ def test_row_parallel_layers_are_captured_with_the_blocks_of_their_rank(tensor, 
     output = torch.cat([rank["output"] for rank in ranks], dim=0) if sequence_parallel else ranks[0]["output"]
     close(output, product + ranks[0]["bias"].double())
     for rank, expected in zip(ranks, true_moment().chunk(tensor), strict=True):
-        assert rank["geometry"] == Geometry(
+        assert rank["geometry"] == GlobalShape(
             OUTPUTS, INPUTS, column_shards=tensor, tokens_over_tp=False, outputs_over_tp=sequence_parallel
         )
         close(rank["total"], expected)
@@ -137,7 +137,7 @@ def test_a_column_parallel_layer_whose_sequence_somebody_else_gathers_holds_all_
     """Megatron sets this on shared experts with `--moe-shared-expert-overlap`."""
     ranks = processes.run(2, lambda: call_layer("column", 2, True, explicit_expert_comm=True))
     for rank in ranks:
-        assert rank["geometry"] == Geometry(
+        assert rank["geometry"] == GlobalShape(
             OUTPUTS, INPUTS, column_shards=1, tokens_over_tp=False, outputs_over_tp=False
         )
         close(rank["output"], rank["seen"].double() @ rank["weight"].double().T + rank["bias"].double())
@@ -165,7 +165,7 @@ class ReplicatedAdapter(Adapter):
     layer = f"{__name__}:Replicated"
 
     def geometry(self, module):
-        return Geometry(module.out_features, module.in_features, 1, False, replicated=True)
+        return GlobalShape(module.out_features, module.in_features, 1, False, replicated=True)
 
     def activation(self, module, args, kwargs, name):
         return args[0]
@@ -215,7 +215,9 @@ def test_the_shape_and_blocks_of_every_weight_are_those_of_the_whole_model(tenso
     def plan():
         gpt.initialize(tensor_model_parallel_size=tensor)
         model = gpt.build().module
-        return {w.name: (w.geometry.rows, w.geometry.columns, w.width) for w in manage(model, DobbConfig()).managed}
+        return {
+            w.name: (w.geometry.rows, w.geometry.columns, w.width) for w in select_weights(model, DobbConfig()).managed
+        }
 
     expected = {
         f"decoder.layers.{layer}.{name}.weight": shape
@@ -249,7 +251,7 @@ def test_layers_of_pipeline_stages_have_the_names_of_the_whole_model():
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
-        return [w.name.split(".")[2] for w in manage(model, DobbConfig(blocks=4)).managed]
+        return [w.name.split(".")[2] for w in select_weights(model, DobbConfig(blocks=4)).managed]
 
     first, second = processes.run(2, names)
     assert (set(first), set(second)) == ({"0", "1"}, {"2", "3"})

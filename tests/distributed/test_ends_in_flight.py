@@ -24,7 +24,7 @@ def late(call, *args, **settings):
 
 def leave(refreshes, destroy):
     """In place of the optimizer's call."""
-    assert not any(chunk.begun.task.future.done() for chunk in refreshes.chunks), "it is in flight"
+    assert not any(chunk.job.task.future.done() for chunk in refreshes.chunks), "it is in flight"
     if destroy:
         dist.destroy_process_group()
         raise SystemExit(STATUS)

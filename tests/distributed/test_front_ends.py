@@ -34,7 +34,7 @@ from megatron.core.optimizer import (  # noqa: E402
 from megatron_dobb import DobbConfig  # noqa: E402
 from megatron_dobb.errors import CheckpointError, ConfigError, UnsupportedError  # noqa: E402
 from megatron_dobb.megatron import configure  # noqa: E402
-from megatron_dobb.megatron.checkpoint.save_load import FACTS, with_facts  # noqa: E402
+from megatron_dobb.megatron.checkpoint.save_load import RUN, STATE, content_metadata_for  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
 SETTINGS = DobbConfig(blocks=4, refresh_interval=3)
@@ -288,9 +288,9 @@ def test_a_damaged_checkpoint_changes_nothing_even_if_dobb_was_turned_off_for_an
 
 
 def test_a_save_of_something_else_keeps_its_metadata():
-    for state in ({"a": 1}, {"optimizer": {FACTS: 1}}, {"list": [{FACTS: 1}]}):
+    for state in ({"a": 1}, {"optimizer": {STATE: {RUN: 1}}}, {"list": [{STATE: {RUN: 1}}]}):
         for metadata in (None, {"mine": 1}):
-            assert with_facts(metadata, state) is metadata
+            assert content_metadata_for(state, metadata) is metadata
 
 
 # What is refused.

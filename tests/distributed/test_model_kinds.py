@@ -13,6 +13,7 @@ import torch
 from model_kinds import DENSE, EXPERTS, HYBRID, LATENT_ATTENTION, KindRun, Place
 
 from megatron_dobb import DobbConfig
+from megatron_dobb.megatron.model.chunk_state import selection_of
 from testbed import processes
 
 STEPS, BLOCKS, BETA, NOISE, PERTURBED = 20, 4, 0.95, 1e-7, 3
@@ -180,7 +181,7 @@ def run_on_two(**settings):
         made = KindRun(DENSE, Place(2), CONFIG, **settings)
         start = weights(made)
         captured = made.record_sums()
-        return train(made, 10) | {"start": start, "captured": captured, "adamw": dict(made.model.dobb_plan.adamw)}
+        return train(made, 10) | {"start": start, "captured": captured, "adamw": dict(selection_of(made.model).adamw)}
 
     return processes.run(2, run)
 

@@ -15,7 +15,6 @@ from layout_runs import Layout, Run, start
 from test_overlap import CONFIG, assert_same
 
 from megatron_dobb.errors import CaptureError
-from megatron_dobb.megatron.dobb.optimizer import ONE_QUEUE_ATTRIBUTE
 from testbed import processes, traffic
 
 LAYOUTS = {
@@ -218,7 +217,7 @@ def agreed():
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run.step(0)
         run.step(1)
-    return getattr(run.model, ONE_QUEUE_ATTRIBUTE), said.getvalue().count("one queue")
+    return run.dobb.rank_state.one_launch_queue, said.getvalue().count("one queue")
 
 
 def test_one_rank_with_one_launch_queue_is_enough_for_all_and_the_log_says_so_once():

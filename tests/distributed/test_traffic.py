@@ -58,7 +58,7 @@ def record(layout, hidden, config):
         "holdings": {name: blocks_touched(dobb, name) for name in dobb.names},
         "owned": [block for group in groups for block in group.owned],
         "own groups": all(group.group is None or group.group not in megatrons for group in groups),
-        "table": start_table(dobb.dobb, [dobb.model.dobb_plan]),
+        "table": start_table(dobb.dobb),
     }
 
 

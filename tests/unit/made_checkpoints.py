@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron_dobb import Dobb
-from megatron_dobb.megatron.checkpoint.metadata import FORMAT_VERSION
+from megatron_dobb.megatron.dobb.run_metadata import DobbRunMetadata
 
 FACTS = {
     "blocks": 2,
@@ -19,7 +19,7 @@ FACTS = {
     "attempted_steps": 200,
     "capture_sequences": 8,
     "experts_apart": False,
-    "version": FORMAT_VERSION,
+    "version": DobbRunMetadata.version,
 }
 
 

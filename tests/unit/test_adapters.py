@@ -15,8 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
+from megatron_dobb.megatron.dobb.select_weights import select_weights  # noqa: E402
 from megatron_dobb.megatron.model.adapters import REGISTRY, find  # noqa: E402
-from megatron_dobb.megatron.model.select_weights import manage  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 from testbed.attention import PlainAttention  # noqa: E402
@@ -34,7 +34,7 @@ def plan_of(spec=None, settings=None, tied=False, config_class=TransformerConfig
     if config_class is MLATransformerConfig:
         layer.submodules.self_attention.submodules.core_attention = PlainAttention
     model = GPTModel(config, layer, gpt.VOCABULARY, gpt.SEQUENCE, share_embeddings_and_output_weights=tied)
-    plan = manage(model, settings or DobbConfig(blocks=4))
+    plan = select_weights(model, settings or DobbConfig(blocks=4))
     geometries = {weight.name: weight.geometry for weight in plan.managed}
     shapes = {weight.name: tuple(weight.parameter.shape) for weight in plan.managed}
     reasons = {reason: number for (reason, what), number in plan.adamw.items() if what == "parameters"}
@@ -136,7 +136,7 @@ def test_mamba_projections_are_on_dobb_and_its_convolution_on_adamw(monkeypatch)
             d_model=32,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"]),
         )
-        found = manage(torch.nn.ModuleDict({"mixer": mixer}), DobbConfig(blocks=4))
+        found = select_weights(torch.nn.ModuleDict({"mixer": mixer}), DobbConfig(blocks=4))
         shapes = {weight.name: (weight.geometry.rows, weight.geometry.columns) for weight in found.managed}
         return shapes, found.adamw["more than two dimensions", "parameters"]
 
@@ -150,7 +150,7 @@ def test_layers_that_are_not_megatrons_go_to_adamw_by_name():
         gpt.initialize()
         model = gpt.build().module
         model.probe = torch.nn.Linear(32, 3, bias=False)
-        return manage(model, DobbConfig(blocks=4)).adamw["no adapter for Linear", "parameters"]
+        return select_weights(model, DobbConfig(blocks=4)).adamw["no adapter for Linear", "parameters"]
 
     assert processes.run(1, plan) == [1]
 

@@ -13,13 +13,23 @@ testbed.enable()
 
 from megatron_dobb.errors import CheckpointError  # noqa: E402
 from megatron_dobb.megatron.checkpoint import foreign  # noqa: E402
-from megatron_dobb.megatron.checkpoint.metadata import FORMAT_VERSION, METADATA, Saved  # noqa: E402
-from megatron_dobb.megatron.dobb.sharded_blocks import StateOfBlocks, WeightInModel, runs  # noqa: E402
+from megatron_dobb.megatron.dobb.run_metadata import DobbRunMetadata  # noqa: E402
+from megatron_dobb.megatron.dobb.sharded_blocks import (  # noqa: E402
+    ShardedBlocks,
+    WeightInModel,
+    runs,
+)
 from megatron_dobb.methods.dobb.block_ownership import BlockOwnership  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
 
 CONFIG = DobbConfig(blocks=4, blocks_for={"*.linear_fc2": 8}, exclude=("*.linear_proj",))
-SAVED = Saved.of(CONFIG, attempted_steps=7, capture_sequences=12, experts_apart=False)
+
+
+def metadata_of(config):
+    return DobbRunMetadata.of(config, attempted_steps=7, capture_sequences=12, experts_apart=False)
+
+
+SAVED = metadata_of(CONFIG)
 
 
 def plain_types(value):
@@ -30,8 +40,8 @@ def plain_types(value):
 
 def test_facts_are_plain_numbers_and_texts_and_come_back_as_they_were():
     assert plain_types(SAVED.plain())
-    assert Saved.read({METADATA: SAVED.plain(), "dp_cp_group": object()}) == SAVED
-    assert Saved.read({}) is None
+    assert DobbRunMetadata.read({"dobb": SAVED.plain(), "dp_cp_group": object()}, "dobb") == SAVED
+    assert DobbRunMetadata.read({}, "dobb") is None
 
 
 @pytest.mark.parametrize(
@@ -48,13 +58,20 @@ def test_facts_are_plain_numbers_and_texts_and_come_back_as_they_were():
 def test_a_checkpoint_that_dobb_cannot_continue_is_refused_with_its_writer_and_a_reason(writer, sharding, reason):
     metadata = {} if sharding is None else {"distrib_optim_sharding_type": sharding}
     foreign.note_writer({"content_metadata": metadata, "args": SimpleNamespace(optimizer=writer)} if writer else {})
-    found = foreign.refusal(metadata)
+    found = foreign.refusal(metadata, foreign.writer_of(metadata), "dobb")
     if reason is None:
         assert found is None
     else:
-        assert f"--optimizer {writer}, which Dobb cannot continue" in found
+        assert f"--optimizer {writer}, which --optimizer dobb cannot continue" in found
         assert reason in found
         assert "--no-load-optim" in found
+
+
+def test_the_writer_of_one_checkpoint_is_not_taken_for_that_of_another():
+    read, other = {"distrib_optim_sharding_type": "dp_reshardable"}, {"distrib_optim_sharding_type": "dp_reshardable"}
+    foreign.note_writer({"content_metadata": read, "args": SimpleNamespace(optimizer="lion")})
+    assert (foreign.writer_of(read), foreign.writer_of(other)) == ("lion", "adam")
+    assert read == other, "the metadata of a checkpoint stay as they are"
 
 
 def test_the_width_of_a_weights_blocks_is_found_again():
@@ -63,14 +80,16 @@ def test_the_width_of_a_weights_blocks_is_found_again():
     assert SAVED.width("decoder.layers.0.self_attention.linear_proj.weight", 64) is None, "it was excluded"
     assert SAVED.width("decoder.layers.0.mlp.linear_fc2.weight", 4) is None, "it had fewer columns than blocks"
     assert SAVED.width("decoder.layers.0.mlp.linear_fc1.weight", 66) is None, "it was of another model"
-    by_width = Saved.of(DobbConfig(block_width=32), attempted_steps=0, capture_sequences=None, experts_apart=False)
+    by_width = DobbRunMetadata.of(
+        DobbConfig(block_width=32), attempted_steps=0, capture_sequences=None, experts_apart=False
+    )
     assert by_width.width("any", 64) == 32
 
 
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        ({"version": FORMAT_VERSION + 1}, f"is of version {FORMAT_VERSION + 1}"),
+        ({"version": DobbRunMetadata.version + 1}, f"is of version {DobbRunMetadata.version + 1}"),
         ({"version": "1"}, "damaged"),
         ({"version": None}, "damaged"),
         ({"attempted_steps": ...}, "damaged"),
@@ -80,12 +99,12 @@ def test_the_width_of_a_weights_blocks_is_found_again():
 def test_newer_and_damaged_facts_are_refused(damage, text):
     plain = {key: value for key, value in (SAVED.plain() | damage).items() if value is not ...}
     with pytest.raises(CheckpointError, match=text):
-        Saved.read({METADATA: plain})
+        DobbRunMetadata.read({"dobb": plain}, "dobb")
 
 
 def test_every_fact_that_differs_shows():
     assert replace(SAVED, attempted_steps=8) != SAVED
-    assert {field.name for field in fields(Saved)} == SAVED.plain().keys()
+    assert {field.name for field in fields(DobbRunMetadata)} == SAVED.plain().keys()
 
 
 @given(st.sets(st.tuples(st.sampled_from("ab"), st.integers(0, 9))))
@@ -120,13 +139,15 @@ def test_what_ranks_read_from_one_offset_on_has_one_length(held, wanted_owners, 
     owners = tuple(rank % len(held) for rank in wanted_owners)
     everything = BlockOwnership([{"w": tuple(sorted(blocks))} for blocks in held], {"w": 1}, {"w": owners}, {"w": 8})
     config = DobbConfig(blocks=8)
-    saved = Saved.of(DobbConfig(blocks=8 // ratio), attempted_steps=1, capture_sequences=1, experts_apart=False)
+    saved = DobbRunMetadata.of(
+        DobbConfig(blocks=8 // ratio), attempted_steps=1, capture_sequences=1, experts_apart=False
+    )
     lengths: dict[tuple, set] = {}
     for rank in range(len(held)):
         group = SimpleNamespace(
             owned=everything.owned_by(rank), kept=everything.kept_by(rank), ownership=everything, width=8, rank=rank
         )
-        state = StateOfBlocks([group], {"w": WeightInModel(64, 0, 0)}, config).to_load(saved)
+        state = ShardedBlocks([group], {"w": WeightInModel(64, 0, 0)}, config).to_load(saved)
         read = [tensor for kind in state.values() for tensor in kind.values()]
         for tensor in read:
             lengths.setdefault((tensor.key, tensor.global_offset), set()).add(tensor.local_shape)

@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet  # noqa: E402
 from megatron_dobb import DobbConfig  # noqa: E402
 from megatron_dobb.doctor import megatron as doctor  # noqa: E402
 from megatron_dobb.errors import UnsupportedError  # noqa: E402
-from megatron_dobb.megatron.model.select_weights import WIDTH_ATTRIBUTE  # noqa: E402
+from megatron_dobb.megatron.model.chunk_state import state_of, tag_of  # noqa: E402
 from megatron_dobb.megatron.seam import patches, versions  # noqa: E402
 from testbed import gpt, processes  # noqa: E402
 
@@ -210,8 +210,8 @@ def test_dobb_and_adam_follow_each_other_in_one_process():
             patches.configure(settings)
             model = gpt.build()
             kind = type(optimizer_of(settings, model).chained_optimizers[0]).__name__
-            tagged = sum(hasattr(p, WIDTH_ATTRIBUTE) for p in model.parameters())
-            found.append((kind, tagged, hasattr(model, "dobb_plan")))
+            tagged = sum(tag_of(p) is not None for p in model.parameters())
+            found.append((kind, tagged, state_of(model) is not None))
         return found
 
     adam, dobb, again = processes.run(1, build)[0]

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from made_checkpoints import FACTS, megatron_folder, of_dobb, plain_file, small_dobb, state_of
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from megatron_dobb.megatron.checkpoint.metadata import FORMAT_VERSION
+from megatron_dobb.megatron.dobb.run_metadata import DobbRunMetadata
 from tools.inspection import cli
 from tools.inspection.megatron import places
 from tools.inspection.tables import kind_of
@@ -107,7 +107,7 @@ def test_figures_of_kept_megatron_checkpoints_are_those_of_their_tensors(inspect
     assert status == 0
     assert (data["facts"]["kind"], data["facts"]["layout"]) == ("megatron", layout)
     assert (data["facts"]["attempted_steps"], data["facts"]["capture_sequences"]) == (4, 6)
-    assert data["facts"]["format_version"] == (1 if version.name.endswith("dev1") else FORMAT_VERSION)
+    assert data["facts"]["format_version"] == (1 if version.name.endswith("dev1") else DobbRunMetadata.version)
     saved = json.loads((version / "values.json").read_text())["gpt"]["tensors"]
     assert sorted(by_name(data)) == sorted(
         name.removeprefix("basis of ") for name in saved if name.startswith("basis of ")
@@ -433,13 +433,15 @@ def test_what_is_no_whole_checkpoint_of_dobb_is_refused_in_one_sentence(inspecte
     for folder, damage in folders.values():
         assert inspected(folder)[0] == 0
         damage(folder)
-    newer = {**FACTS, "version": FORMAT_VERSION + 1}
+    newer = {**FACTS, "version": DobbRunMetadata.version + 1}
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest" / "latest_checkpointed_iteration.txt").write_text("70")
     adam = megatron_folder(tmp_path / "adam", {"weight": torch.zeros(3)}, dobb=None, args=Namespace(optimizer="adam"))
     refused = {
         **{text: folder for text, (folder, _) in folders.items()},
-        f"version {FORMAT_VERSION + 1}, and this megatron_dobb": megatron_folder(tmp_path / "new", good, dobb=newer),
+        f"version {DobbRunMetadata.version + 1}, and this megatron_dobb": megatron_folder(
+            tmp_path / "new", good, dobb=newer
+        ),
         "it was written by --optimizer adam": adam,
         "it was not saved by Dobb": tmp_path / "adamw",
         "which do not fit": plain_file(tmp_path / "shape", {"w": shape}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dobb.errors import CaptureError
-from megatron_dobb.megatron.dobb.stages import RefreshParts, has_one_launch_queue, launcher_of
+from megatron_dobb.megatron.dobb.stages import RefreshStages, has_one_launch_queue, launcher_of
 from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshGroup, share_out
 from megatron_dobb.methods.dobb.settings import DobbConfig
 
@@ -47,7 +47,7 @@ def refresh_group(width):
 
 def exchange(monkeypatch, *of_groups):
     """What the program exchanges of some groups whose workers counted so, and how often it read tensors."""
-    parts = RefreshParts(DobbConfig(), diagnostics=None, is_expert=False)
+    parts = RefreshStages(DobbConfig(), diagnostics=None, is_expert=False)
     renewed = [(refresh_group(width), torch.tensor(counts, dtype=torch.int32)) for width, counts in of_groups]
     reads, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))

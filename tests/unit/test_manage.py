@@ -4,10 +4,11 @@ import pytest
 from torch import nn
 
 from megatron_dobb.errors import BlockError
+from megatron_dobb.megatron.dobb.select_weights import select_weights
 from megatron_dobb.megatron.model import adapters
-from megatron_dobb.megatron.model.adapters import Adapter, Geometry, find, matrix_of, register
-from megatron_dobb.megatron.model.global_names import kind_of
-from megatron_dobb.megatron.model.select_weights import NAME_ATTRIBUTE, WIDTH_ATTRIBUTE, global_names, manage
+from megatron_dobb.megatron.model.adapters import Adapter, GlobalShape, find, matrix_of, register
+from megatron_dobb.megatron.model.chunk_state import tag_of
+from megatron_dobb.megatron.model.global_names import global_names, kind_of
 from megatron_dobb.methods.dobb.settings import DobbConfig
 
 
@@ -31,7 +32,7 @@ class MatrixAdapter(Adapter):
 
     def geometry(self, module):
         shards = module.column_shards
-        return Geometry(module.out_features, module.in_features * shards, shards, False)
+        return GlobalShape(module.out_features, module.in_features * shards, shards, False)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +93,7 @@ def test_matrices_go_to_dobb_and_everything_else_to_adamw_with_a_reason():
         }
     )
     model.register_parameter("gate", nn.Parameter(model["plain"].weight.detach().clone()))
-    plan = manage(model, blocks())
+    plan = select_weights(model, blocks())
     assert names(plan) == ["fc.weight"]
     assert parameters_on_adamw(plan) == {
         "odd layers": 1,
@@ -112,7 +113,7 @@ def test_matrices_go_to_dobb_and_everything_else_to_adamw_with_a_reason():
 def test_embeddings_and_output_layers_go_to_adamw_though_their_layer_has_an_adapter(mark):
     model = nn.ModuleDict({"output_layer": Matrix(), "fc": Matrix()})
     setattr(model["output_layer"].weight, mark, True)
-    plan = manage(model, blocks())
+    plan = select_weights(model, blocks())
     assert names(plan) == ["fc.weight"]
     assert plan.adamw["embedding or output layer", "parameters"] == 1
 
@@ -121,16 +122,16 @@ def test_embeddings_and_output_layers_go_to_adamw_though_their_layer_has_an_adap
 def test_a_weight_shared_with_a_layer_that_shows_no_input_goes_to_adamw(order):
     layers = {"embedding": nn.Embedding(32, 64), "fc": Matrix()}
     layers["fc"].weight = layers["embedding"].weight
-    plan = manage(nn.ModuleDict({name: layers[name] for name in order}), blocks())
+    plan = select_weights(nn.ModuleDict({name: layers[name] for name in order}), blocks())
     assert names(plan) == []
     assert plan.adamw["no adapter for Embedding", "parameters"] == 1
-    assert not hasattr(layers["fc"].weight, WIDTH_ATTRIBUTE)
+    assert tag_of(layers["fc"].weight) is None
 
 
 def test_a_weight_that_two_managed_layers_share_is_one_weight_seen_in_two_places():
     model = nn.ModuleDict({"a": Matrix(), "b": Matrix()})
     model["b"].weight = model["a"].weight
-    plan = manage(model, blocks())
+    plan = select_weights(model, blocks())
     assert names(plan) == ["a.weight", "a.weight"]
     assert [weight.module for weight in plan.managed] == [model["a"], model["b"]]
 
@@ -138,33 +139,33 @@ def test_a_weight_that_two_managed_layers_share_is_one_weight_seen_in_two_places
 def test_frozen_weights_are_left_out():
     model = nn.ModuleDict({"a": Matrix(), "b": Matrix()})
     model["a"].weight.requires_grad_(False)
-    plan = manage(model, blocks())
+    plan = select_weights(model, blocks())
     assert names(plan) == ["b.weight"]
     assert sum(parameters_on_adamw(plan).values()) == 2  # the two biases
 
 
 def test_weights_are_tagged_with_their_width_and_name():
     stage = Stage(1, layers=1)
-    manage(stage, blocks(blocks_for={"*.fc2": 2}))
+    select_weights(stage, blocks(blocks_for={"*.fc2": 2}))
     layer = stage.decoder.layers[0]
-    assert getattr(layer.fc1.weight, WIDTH_ATTRIBUTE) == 64 // 4
-    assert getattr(layer.fc2.weight, WIDTH_ATTRIBUTE) == 32 // 2
-    assert getattr(layer.fc2.weight, NAME_ATTRIBUTE) == "decoder.layers.0.fc2.weight"
-    assert not any(hasattr(p, WIDTH_ATTRIBUTE) for p in (layer.fc1.bias, *layer.norm.parameters()))
+    assert tag_of(layer.fc1.weight).alignment == 64 // 4
+    assert tag_of(layer.fc2.weight).alignment == 32 // 2
+    assert tag_of(layer.fc2.weight).name == "decoder.layers.0.fc2.weight"
+    assert not any(tag_of(p) for p in (layer.fc1.bias, *layer.norm.parameters()))
 
 
 def test_wrapping_a_model_again_with_other_settings_tags_it_afresh():
     stage = Stage(1, layers=1)
-    manage(stage, blocks())
-    manage(stage, blocks(exclude=("*.fc1",), blocks_for={"*.fc2": 2}))
+    select_weights(stage, blocks())
+    select_weights(stage, blocks(exclude=("*.fc1",), blocks_for={"*.fc2": 2}))
     layer = stage.decoder.layers[0]
-    assert not hasattr(layer.fc1.weight, WIDTH_ATTRIBUTE)
-    assert not hasattr(layer.fc1.weight, NAME_ATTRIBUTE)
-    assert getattr(layer.fc2.weight, WIDTH_ATTRIBUTE) == 16
+    assert tag_of(layer.fc1.weight) is None
+    assert tag_of(layer.fc1.weight) is None
+    assert tag_of(layer.fc2.weight).alignment == 16
 
 
 def test_excluded_weights_go_to_adamw_and_their_patterns_count_as_used():
-    plan = manage(Stage(1), blocks(exclude=("*.fc1", "*.attention"), blocks_for={"*.layers.1.fc2": 2}))
+    plan = select_weights(Stage(1), blocks(exclude=("*.fc1", "*.attention"), blocks_for={"*.layers.1.fc2": 2}))
     assert names(plan) == ["decoder.layers.0.fc2.weight", "decoder.layers.1.fc2.weight"]
     assert [weight.width for weight in plan.managed] == [32 // 4, 32 // 2]
     assert plan.adamw["excluded by --dobb-exclude", "parameters"] == 2
@@ -173,25 +174,25 @@ def test_excluded_weights_go_to_adamw_and_their_patterns_count_as_used():
 
 def test_a_pattern_that_names_only_an_embedding_is_not_used():
     model = nn.ModuleDict({"embedding": nn.Embedding(8, 8), "fc": Matrix()})
-    assert manage(model, blocks(exclude=("embedding",))).patterns_used == set()
+    assert select_weights(model, blocks(exclude=("embedding",))).patterns_used == set()
 
 
 def test_blocks_that_do_not_fit_are_an_error_that_names_the_weight_and_what_works():
     with pytest.raises(
         BlockError, match=r"decoder\.layers\.2\.fc1\.weight: --dobb-blocks 5 does not divide its 64 .*4"
     ):
-        manage(Stage(3), blocks(blocks=5))
+        select_weights(Stage(3), blocks(blocks=5))
 
 
 def test_blocks_count_over_all_tensor_parallel_ranks():
-    plan = manage(nn.ModuleDict({"fc": Matrix(64, column_shards=2)}), blocks())
+    plan = select_weights(nn.ModuleDict({"fc": Matrix(64, column_shards=2)}), blocks())
     (weight,) = plan.managed
     assert (weight.geometry.columns, weight.local_columns, weight.width) == (64, 32, 16)
 
 
 def test_a_block_may_not_span_two_tensor_parallel_ranks():
     with pytest.raises(BlockError, match=r"fc\.weight: --dobb-blocks 2 .*4 tensor-parallel ranks.*use one of 4"):
-        manage(nn.ModuleDict({"fc": Matrix(64, column_shards=4)}), blocks(blocks=2))
+        select_weights(nn.ModuleDict({"fc": Matrix(64, column_shards=4)}), blocks(blocks=2))
 
 
 # Names.
@@ -202,14 +203,14 @@ def test_layers_are_numbered_over_all_pipeline_stages(wrappers):
     stage = Stage(first_layer=5)
     for _ in range(wrappers):
         stage = Wrapper(stage)
-    assert names(manage(stage, blocks())) == [
+    assert names(select_weights(stage, blocks())) == [
         f"decoder.layers.{layer}.{fc}.weight" for layer in (4, 5) for fc in ("fc1", "fc2")
     ]
 
 
 def test_virtual_stages_together_name_every_layer_once():
     chunks = [Wrapper(Stage(first, layers=1)) for first in (1, 3, 2, 4)]
-    found = [name for chunk in chunks for name in names(manage(chunk, blocks()))]
+    found = [name for chunk in chunks for name in names(select_weights(chunk, blocks()))]
     assert len(set(found)) == len(found) == 8
 
 
@@ -249,7 +250,7 @@ def test_experts_are_numbered_over_all_expert_parallel_ranks():
         stage = Stage(first_layer=7, layers=1)
         stage.decoder.layers[0].experts = experts_of(rank)
         stage.decoder.layers[0].experts.local_experts = nn.ModuleList([Matrix(), Matrix()])
-        found += [name for name in names(manage(stage, blocks())) if "experts" in name]
+        found += [name for name in names(select_weights(stage, blocks())) if "experts" in name]
     assert found == [f"decoder.layers.6.experts.local_experts.{expert}.weight" for expert in range(6)]
 
 
@@ -269,7 +270,7 @@ class GroupedAdapter(Adapter):
         return dict(module.named_parameters())
 
     def geometry(self, module):
-        return Geometry(32, 64, 1, False)
+        return GlobalShape(32, 64, 1, False)
 
 
 def test_experts_that_share_a_layer_are_numbered_over_all_expert_parallel_ranks():
@@ -278,7 +279,7 @@ def test_experts_that_share_a_layer_are_numbered_over_all_expert_parallel_ranks(
     for rank in range(2):
         experts = experts_of(rank)
         experts.linear_fc1 = Grouped()
-        plan = manage(nn.ModuleDict({"experts": experts}), blocks(exclude=("*.weight3",)))
+        plan = select_weights(nn.ModuleDict({"experts": experts}), blocks(exclude=("*.weight3",)))
         found += [(weight.name, weight.own_name) for weight in plan.managed]
     assert found == [(f"experts.linear_fc1.weight{i}", f"weight{i % 2}") for i in range(3)]
 
@@ -288,10 +289,10 @@ def test_matrices_narrower_than_their_blocks_go_to_adamw_unless_they_get_a_count
     """Such as low-rank adapters beside a frozen weight."""
     model = nn.ModuleDict({"frozen": Matrix(), "lora_in": Matrix(64, inputs), "lora_out": Matrix(inputs, 64)})
     model["frozen"].weight.requires_grad_(False)
-    plan = manage(model, blocks(**settings))
+    plan = select_weights(model, blocks(**settings))
     assert names(plan) == ["lora_in.weight"]
     assert [n for reason, n in parameters_on_adamw(plan).items() if "fewer input features" in reason] == [1]
-    own = manage(model, blocks(**settings, blocks_for={"lora_out": 1}))
+    own = select_weights(model, blocks(**settings, blocks_for={"lora_out": 1}))
     assert [(weight.name, weight.width) for weight in own.managed] == [
         ("lora_in.weight", 16),
         ("lora_out.weight", inputs),
@@ -299,7 +300,7 @@ def test_matrices_narrower_than_their_blocks_go_to_adamw_unless_they_get_a_count
 
 
 def test_a_model_that_is_one_layer_has_a_name():
-    assert names(manage(Matrix(), blocks())) == ["weight"]
+    assert names(select_weights(Matrix(), blocks())) == ["weight"]
 
 
 # The registry.
@@ -333,15 +334,15 @@ def test_a_user_can_put_plain_linear_layers_on_dobb():
         layer = "torch.nn.modules.linear:Linear"
 
         def geometry(self, module):
-            return Geometry(module.out_features, module.in_features, 1, False)
+            return GlobalShape(module.out_features, module.in_features, 1, False)
 
         def activation(self, module, args, kwargs, name):
             return args[0] if args else kwargs["input"]
 
     model = nn.ModuleDict({"fc": nn.Linear(64, 8)})
-    assert names(manage(model, blocks())) == []
+    assert names(select_weights(model, blocks())) == []
     register(PlainLinear())
-    (weight,) = manage(model, blocks()).managed
+    (weight,) = select_weights(model, blocks()).managed
     assert (weight.name, weight.geometry.rows, weight.width) == ("fc.weight", 8, 16)
 
 

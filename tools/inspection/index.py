@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_dobb.errors import CheckpointError
-from megatron_dobb.megatron.checkpoint.files import USE_ANOTHER, incomplete_files
+from megatron_dobb.megatron.checkpoint.validate import USE_ANOTHER, incomplete_files
 
 from .contents import FILE
 from .unpickling import Unpickler, load

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dobb.errors import CheckpointError
-from megatron_dobb.megatron.checkpoint.metadata import Saved
+from megatron_dobb.megatron.dobb.run_metadata import DobbRunMetadata
 from megatron_dobb.megatron.model.global_names import kind_of
 from megatron_dobb.megatron.options.flags import OPTIMIZER
 from megatron_dobb.methods.dobb.settings import DobbConfig
@@ -41,7 +41,7 @@ class MegatronCheckpoint:
         common = _common(index)
         content, arguments = common.get(_CONTENT), common.get("args")
         content = content if isinstance(content, Mapping) else {}
-        saved = Saved.read(content)
+        saved = DobbRunMetadata.read(content, OPTIMIZER)
         if saved is None:
             writer = getattr(arguments, "optimizer", None)
             by = f"it was written by --optimizer {writer}" if isinstance(writer, str) and writer != OPTIMIZER else ""
@@ -153,7 +153,7 @@ class MegatronCheckpoint:
         return []
 
 
-def _without_moments(index: Index, saved: Saved) -> Iterator[tuple[str, str]]:
+def _without_moments(index: Index, saved: DobbRunMetadata) -> Iterator[tuple[str, str]]:
     """Names of the weights that have a momentum and no second moment, and what is before `state` in its key."""
     excluded = DobbConfig(source="none", exclude=tuple(saved.exclude)).excluded
     kept = [

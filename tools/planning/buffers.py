@@ -4,9 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dobb.megatron.model.adapters import Geometry
-from megatron_dobb.megatron.model.select_weights import fewer_features_than_blocks
-from megatron_dobb.megatron.model.weight_sharding import BlockedWeight, check_outputs_seen, choose_width
+from megatron_dobb.megatron.model.adapters import GlobalShape
+from megatron_dobb.megatron.model.weight_sharding import (
+    BlockedWeight,
+    check_outputs_seen,
+    choose_width,
+    fewer_features_than_blocks,
+)
 from megatron_dobb.methods.dobb.settings import DobbConfig
 from megatron_dobb.sharding import buffer_layout
 
@@ -36,7 +40,7 @@ class Managed(BlockedWeight):
         return self.parameter.name
 
     @property
-    def geometry(self) -> Geometry:  # type: ignore[override]
+    def geometry(self) -> GlobalShape:  # type: ignore[override]
         """Its global shape."""
         assert self.parameter.geometry is not None
         return self.parameter.geometry
@@ -68,7 +72,7 @@ class Chosen:
 
 
 def choose(parameters: Sequence[Parameter], config: DobbConfig) -> Chosen:
-    """Apply the rules of `megatron_dobb.megatron.model.select_weights` to the parameters of a chunk.
+    """Apply the rules of `megatron_dobb.megatron.dobb.select_weights` to the parameters of a chunk.
 
     Raises:
         BlockError: if a weight cannot be cut into the blocks that the settings ask for.

@@ -6,7 +6,7 @@ Names, shapes and order are those of Megatron-Core 0.19; the tests compare them 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dobb.megatron.model.adapters import Geometry
+from megatron_dobb.megatron.model.adapters import GlobalShape
 
 from .sizes import ModelSizes, Parallel, PlanError
 
@@ -28,7 +28,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    geometry: Geometry | None = None
+    geometry: GlobalShape | None = None
     layer: str = ""
     apart: bool = False
     expert: bool = False
@@ -85,7 +85,7 @@ class _Layers:
     ) -> Iterator[Parameter]:
         part = self.divide(rows, self.parallel.tensor, what)
         seen = False if sequence or not self.sizes.transformer_engine else None
-        geometry = Geometry(rows, columns, 1, self.in_shards and sequence, outputs_over_tp=seen)
+        geometry = GlobalShape(rows, columns, 1, self.in_shards and sequence, outputs_over_tp=seen)
         yield Parameter(f"{name}.weight", (part, columns), geometry, self.layer_class("ColumnParallelLinear"))
         if bias:
             yield Parameter(f"{name}.bias", (part,))
@@ -95,7 +95,7 @@ class _Layers:
     ) -> Iterator[Parameter]:
         part = self.divide(columns, self.parallel.tensor, what)
         seen = self.in_shards if sequence else None
-        geometry = Geometry(rows, columns, self.parallel.tensor, False, outputs_over_tp=seen)
+        geometry = GlobalShape(rows, columns, self.parallel.tensor, False, outputs_over_tp=seen)
         yield Parameter(f"{name}.weight", (rows, part), geometry, self.layer_class("RowParallelLinear"))
         if bias:
             yield Parameter(f"{name}.bias", (rows,))
@@ -161,7 +161,9 @@ class _Layers:
             yield from self.norm(f"{name}.kv_layernorm", rank)
 
     def copied(self, name: str, rows: int, columns: int, what: str) -> Iterator[Parameter]:
-        geometry = Geometry(rows, columns, 1, self.in_shards, self.parallel.tensor > 1, outputs_over_tp=self.in_shards)
+        geometry = GlobalShape(
+            rows, columns, 1, self.in_shards, self.parallel.tensor > 1, outputs_over_tp=self.in_shards
+        )
         yield Parameter(f"{name}.weight", (rows, columns), geometry, "TELinear")
 
     def mlp(self, name: str, ffn: int, *, fused_norm: bool, sequence: bool = True) -> Iterator[Parameter]:
@@ -210,10 +212,10 @@ class _Layers:
         plain = sizes.transformer_engine and not sizes.grouped_experts and self.parallel.expert * shards == 1
         seen = False if plain else None
         kind = ("Row" if row_parallel else "Column") + "Parallel" + ("Grouped" if sizes.grouped_experts else "")
-        geometry = Geometry(hidden, ffn, shards, False, outputs_over_tp=seen)
+        geometry = GlobalShape(hidden, ffn, shards, False, outputs_over_tp=seen)
         shape = (hidden, part)
         if not row_parallel:
-            geometry = Geometry(gates * ffn, hidden, 1, False, outputs_over_tp=seen)
+            geometry = GlobalShape(gates * ffn, hidden, 1, False, outputs_over_tp=seen)
             shape = (gates * part, hidden)
         return Parameter(
             names[0],

@@ -1,12 +1,10 @@
-"""Checkpoints of other optimizers: which wrote one, and why only AdamW's under the distributed optimizer do."""
+"""Checkpoints of other optimizers: which wrote one, whether it can be continued, and its param groups."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..options.flags import OPTIMIZER
-
-WRITER = "dobb_written_by"
-"""The writer's name, added to content metadata while they are read; it is in no checkpoint."""
+from ...errors import CheckpointError
+from ...methods import registry
 
 _CONTENT_METADATA = "content_metadata"
 _SHARDING = "distrib_optim_sharding_type"
@@ -20,24 +18,68 @@ _REASONS = {
 _OTHERWISE = "Megatron stores its state in another form than the distributed optimizer's"
 _UNDISTRIBUTED = "it was saved without --use-distributed-optimizer, and Megatron does not convert that form"
 
+_last_read: tuple[object, str] = None, _ADAMW
+"""The content metadata that were read last, and the optimizer that Megatron's arguments beside them name.
+
+Megatron gives an optimizer the metadata alone."""
+
 
 def note_writer(common: Mapping[str, Any]) -> None:
-    """Let the content metadata of a checkpoint's common state tell which optimizer Megatron's arguments name."""
-    metadata, writer = common.get(_CONTENT_METADATA), getattr(common.get("args"), "optimizer", None)
-    if isinstance(metadata, dict) and isinstance(writer, str):
-        metadata[WRITER] = writer
+    """Remember which optimizer wrote the checkpoint of this common state."""
+    global _last_read
+    writer = getattr(common.get("args"), "optimizer", None)
+    _last_read = common.get(_CONTENT_METADATA), writer if isinstance(writer, str) else _ADAMW
 
 
-def refusal(metadata: Mapping[str, Any]) -> str | None:
-    """Why a checkpoint that is not Dobb's cannot be continued with Dobb even if that is asked for, or None."""
-    writer = metadata.get(WRITER, _ADAMW)
-    if writer not in (_ADAMW, OPTIMIZER):
+def writer_of(content: Mapping[str, Any]) -> str:
+    """The optimizer that wrote the checkpoint of these content metadata; AdamW if nothing says so."""
+    last, writer = _last_read
+    return writer if content is last else _ADAMW
+
+
+def refusal(content: Mapping[str, Any], writer: str, method: str) -> str | None:
+    """The reason why another optimizer's checkpoint cannot be continued even if that is asked for, or None.
+
+    Args:
+        content: the checkpoint's content metadata.
+        writer: the optimizer that wrote it.
+        method: the one that is to continue it.
+    """
+    other = next((name for name in registry.names() if name != method and name in content), None)
+    if other is not None:
+        writer, reason = other, "its matrices have no second moments"
+    elif writer not in (_ADAMW, method):
         reason = _REASONS.get(writer, _OTHERWISE)
-    elif metadata.get(_SHARDING) is None:
+    elif content.get(_SHARDING) is None:
         reason = _UNDISTRIBUTED
     else:
         return None
     return (
-        f"the checkpoint was written by --optimizer {writer}, which Dobb cannot continue: {reason}. Start a fresh "
-        "optimizer from its weights with --no-load-optim"
+        f"the checkpoint was written by --optimizer {writer}, which --optimizer {method} cannot continue: {reason}. "
+        "Start a fresh optimizer from its weights with --no-load-optim"
     )
+
+
+def with_groups_of(method: str, state: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """AdamW's state with param groups for the managed weights, made of those that had them before.
+
+    Args:
+        method: that continues the checkpoint.
+        state: of Megatron's distributed optimizer.
+        groups: the param groups of this run.
+    """
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    keys = [key for key in param_group_identifier_keys if key != "optimizer"]
+    stored = [group for group in state["optimizer"]["param_groups"] if group.get("optimizer") != method]
+    added = []
+    for group in groups:
+        if group.get("optimizer") == method:
+            alike = [other for other in stored if all(group.get(key) == other.get(key) for key in keys)]
+            if not alike:
+                raise CheckpointError(
+                    "the checkpoint has no param group with the learning rate and weight decay settings of the "
+                    f"weights on {method}: give the settings of the run that saved it, or --no-load-optim"
+                )
+            added.append({**alike[0], "optimizer": method})
+    return {**state, "optimizer": {**state["optimizer"], "param_groups": [*stored, *added]}}

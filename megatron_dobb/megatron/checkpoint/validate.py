@@ -1,19 +1,22 @@
-"""Whether a checkpoint is whole and fits, found out before anything is loaded from it: Megatron loads in place."""
+"""Check that a checkpoint is complete and fits before anything is loaded from it: Megatron loads in place.
+
+`incomplete_files` needs no Megatron, so that tools can ask it too.
+"""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from ...errors import CheckpointError
-from .files import USE_ANOTHER, incomplete_files
+from ...methods import registry
+
+USE_ANOTHER = "use the checkpoint of another iteration"
 
 _BUCKETS = "optimizer.distributed.dp_group_idx_"  # keys of dp_reshardable state
-_OURS = "optimizer.dobb."
 _OF_OPTIMIZERS = "optimizer."
 
 
@@ -46,20 +49,38 @@ def check(
     if together:
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, problem, group=group)
-    for found in everyone:
-        if found is not None:
-            raise CheckpointError(found)
+    for problem in everyone:
+        if problem is not None:
+            raise CheckpointError(problem)
 
 
 def diagnosis(folder: str) -> str | None:
-    """Why a checkpoint cannot be read, as far as its files tell."""
+    """The reason why a checkpoint cannot be read, as far as its files tell, or None."""
     try:
         return incomplete_files(folder, FileSystemReader(folder).read_metadata())
     except Exception as error:
         return f"cannot read {os.path.join(folder, '.metadata')} ({error!r}): {USE_ANOTHER}"
 
 
+def incomplete_files(folder: str, metadata: Any) -> str | None:
+    """The first fault in the files of a checkpoint, or None."""
+    needed: dict[str, int] = {}
+    for part in metadata.storage_data.values():
+        needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sorted(needed.items()):
+        file = Path(folder) / name
+        stored = file.stat().st_size if file.is_file() else None
+        if stored is None:
+            return f"the checkpoint {folder} lacks its file {name}: {USE_ANOTHER}"
+        if stored < size:
+            return f"{file} is cut off: it has {stored} bytes of at least {size}; {USE_ANOTHER}"
+    return None
+
+
 def _misfits(wanted: Any, metadata: Any, strict: bool) -> Iterator[str]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
     stored = metadata.state_dict_metadata
     for tensor in nested_values(wanted):
         if not isinstance(tensor, ShardedTensor) or tensor.allow_shape_mismatch:
@@ -80,6 +101,10 @@ def _advice(key: str) -> str:
             "grows with the data-parallel size), --overlap-grad-reduce, --bf16 or --fp16, and --dobb-blocks. A run "
             "that saves with --dist-ckpt-optim-fully-reshardable can be continued with any of these changed"
         )
-    if _OURS in key:
-        return "it was saved by a run of another model, or with other weights on Dobb; --no-load-optim starts anew"
+    for method in registry.names():
+        if f"optimizer.{method}." in key:
+            return (
+                f"it was saved by a run of another model, or with other weights on {method}; --no-load-optim starts "
+                "afresh"
+            )
     return "it is of another model; give the flags of the run that saved it"

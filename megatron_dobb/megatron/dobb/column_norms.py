@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...methods.dobb import update
 from ...sharding.segment import Segment
-from ..model.select_weights import ManagedWeight
 from .process_groups import Ranks
+from .select_weights import DobbWeight
 
 
 class ColumnNorms:
@@ -30,7 +30,7 @@ class ColumnNorms:
 
     def __init__(
         self,
-        weights: Mapping[str, ManagedWeight],
+        weights: Mapping[str, DobbWeight],
         ranks_of: Mapping[str, Ranks],
         groups: Mapping[Ranks, dist.ProcessGroup | None],
         held: Mapping[str, Sequence[int]],
@@ -73,7 +73,7 @@ class ColumnNorms:
         ]
 
     def bytes_reduced(self) -> int:
-        """What this rank contributes to all-reduces in every step."""
+        """Bytes that this rank contributes to all-reduces in every step."""
         return sum(4 * flat.numel() for ranks, flat in self.sums.items() if self.groups[ranks] is not None)
 
     def _of(self, name: str) -> Tensor:

@@ -26,17 +26,16 @@ from ...methods.dobb.refresh_group import RefreshCounts, RefreshGroup
 from ...methods.dobb.settings import DobbConfig, flag
 from ...sharding.ownership import Block
 from ...sharding.segment import Segment
-from ..model.select_weights import ManagedWeight
+from .select_weights import DobbWeight
 
 SINK_ATTRIBUTE = "dobb_diagnostics"
-"""Of Megatron's `OptimizerConfig`: a function that receives, on the last rank, what the writers do."""
+"""Attribute of Megatron's `OptimizerConfig`: a function that receives, on the last rank, what the writers do."""
 
-_SHARED_ATTRIBUTE = "dobb_shared_diagnostics"
 _GLOBALS = "megatron.training.global_vars"
 
 
 class Diagnosed(Protocol):
-    """What is looked at of an optimizer: of Megatron's attributes, and of `DobbDistributedOptimizer`'s."""
+    """The attributes of a `DobbDistributedOptimizer` that diagnostics read, Megatron's own among them."""
 
     config: Any
     model_chunks: Sequence[Any]
@@ -44,9 +43,9 @@ class Diagnosed(Protocol):
     tp_group: dist.ProcessGroup
     expert_tp_group: dist.ProcessGroup
     is_expert: bool
-    dobb: DobbConfig
+    settings: DobbConfig
     attempted_steps: int
-    managed: Mapping[str, ManagedWeight]
+    managed: Mapping[str, DobbWeight]
     cut_of: Mapping[str, tuple[int, int]]
     segments: Sequence[Sequence[Segment]]
     refresh_groups: Sequence[RefreshGroup]
@@ -66,15 +65,9 @@ class Diagnostics:
         self._arrived: set[bool] = set()
         self._said_that_nobody_listens = False
 
-    @classmethod
-    def of(cls, optimizer: Diagnosed) -> "Diagnostics":
-        """The log that an optimizer belongs to. Every rank has the same optimizers, that of the experts last."""
-        chunk = optimizer.model_chunks[0]
-        if not optimizer.is_expert or not hasattr(chunk, _SHARED_ATTRIBUTE):
-            setattr(chunk, _SHARED_ATTRIBUTE, cls())
-        shared: Diagnostics = getattr(chunk, _SHARED_ATTRIBUTE)
-        shared._observers[optimizer.is_expert] = Observer(optimizer.dobb)
-        return shared
+    def observe(self, optimizer: Diagnosed) -> None:
+        """Take an optimizer into the log."""
+        self._observers[optimizer.is_expert] = Observer(optimizer.settings)
 
     def refresh(self, group: RefreshGroup, step: int, is_expert: bool) -> contextlib.AbstractContextManager[None]:
         """Around a refresh, at a step with the number `step_number`: see `Observer.refresh`."""
@@ -102,7 +95,7 @@ class Diagnostics:
         step, observer = step_number(optimizer.attempted_steps), self._observers[optimizer.is_expert]
         if not observer.is_due(step):
             return
-        if optimizer.dobb.source != "none":
+        if optimizer.settings.source != "none":
             for group in optimizer.refresh_groups:
                 observer.add_moments(group.owned, group.moment, group.basis[group.owned_positions])
         updates = {
@@ -162,7 +155,7 @@ def step_number(attempted_step: int) -> int:
     return attempted_step if iteration is None else iteration + 1
 
 
-def _bring_together(optimizer: Diagnosed, weight: ManagedWeight, update: Tensor | None, number: int) -> Tensor | None:
+def _bring_together(optimizer: Diagnosed, weight: DobbWeight, update: Tensor | None, number: int) -> Tensor | None:
     """The whole of an update on one of the ranks that hold parts of it; None on the others.
 
     Rows and columns may come in another order than the weight's, which its singular values do not know.

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ...methods.dobb.settings import DobbConfig
-from ..model.select_weights import ChunkPlan
+from ..model.chunk_state import Selection
 from ..model.weight_sharding import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
+from .select_weights import DobbWeight
 
 Ranks = tuple[int, ...]
 
@@ -30,15 +31,15 @@ class MomentGroups:
     groups: dict[Ranks, dist.ProcessGroup | None]
 
     @classmethod
-    def create(cls, chunk: Any, plans: Sequence[ChunkPlan], config: DobbConfig) -> "MomentGroups":
+    def create(cls, chunk: Any, selections: Sequence[Selection[DobbWeight]], config: DobbConfig) -> "MomentGroups":
         """The groups for all weights, experts and others, of a rank's model. Collective over all ranks of the job.
 
         Args:
             chunk: one of the rank's model chunks, for Megatron's groups.
-            plans: of all its model chunks.
+            selections: of all its model chunks.
             config: the settings.
         """
-        weights = [weight for plan in plans for weight in plan.managed]
+        weights = [weight for selection in selections for weight in selection.managed]
         for weight in weights:
             check_split_expert(weight, config)
         tokens, tokens_over_tensor = token_ranks(chunk.dp_cp_group, chunk.tp_group)

@@ -1,4 +1,4 @@
-"""When the moments of each model chunk set off, and when the optimizer waits for the bases made of them.
+"""Schedule refreshes: start each chunk's after its last captured micro-batch, and wait for it in the optimizer's call.
 
 With `overlap_refresh`, the refresh of a model chunk starts at the end of its last captured micro-batch's forward
 pass. A thread (on a GPU with a stream of its own) then reduces the moments, refreshes the bases and exchanges them,
@@ -39,12 +39,12 @@ from ...methods.dobb.capture import Capture, MomentSum, scale_sums
 from ...methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from ...methods.dobb.settings import DTYPES, DobbConfig
 from ...numerics.precision import products_are_exact
-from ..console import log_refresh, say
+from ..console import say
 from .metrics import Diagnostics, step_number
 from .process_groups import Ranks
-from .stages import Begun, Found, Launcher, RefreshParts
+from .refresh_log import log_refresh
+from .stages import GroupCounts, Launcher, RefreshJob, RefreshStages
 
-WORKER_ATTRIBUTE = "dobb_worker"
 _CALCULATOR = "_GLOBAL_NUM_MICROBATCHES_CALCULATOR"
 
 Members = dict[tuple[Ranks, int], dict[tuple[int, int], list[HeldWeight]]]
@@ -58,12 +58,12 @@ class ChunkRefresh:
     Attributes:
         capture: where its moments come from.
         groups: its refresh groups, in the order in which they are refreshed, each with its phase.
-        begun: the refresh of the current step, if it has begun.
+        job: the refresh of the current step, once it has begun.
     """
 
     capture: Capture
     groups: Sequence[tuple[RefreshGroup, int]]
-    begun: Begun[Any] | None = None
+    job: RefreshJob[Any] | None = None
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Refreshes:
     announced: bool = False
 
     def __post_init__(self) -> None:
-        self._parts = RefreshParts(self.config, self.diagnostics, self.is_expert)
+        self._stages = RefreshStages(self.config, self.diagnostics, self.is_expert)
         # The hooks of the model must neither keep the optimizer alive nor go on capturing after it is gone. Nor must
         # this keep the model alive, which may know the optimizer: Megatron's configuration does.
         weakref.finalize(self, _remove, [weakref.ref(chunk.capture) for chunk in self.chunks]).atexit = False
@@ -117,7 +117,7 @@ class Refreshes:
         """
         self.step, self.asked, self.announced = step, asked, announced
         for chunk in self.chunks:
-            due = self._due(chunk) if chunk.begun is None and self.config.captures else []
+            due = self._due(chunk) if chunk.job is None and self.config.captures else []
             chunk.capture.begin(armed=bool(due), keys={weight.key for group in due for weight in group.weights})
 
     def finish(self) -> None:
@@ -127,38 +127,38 @@ class Refreshes:
             CaptureError: see `RefreshGroup.exchange`. Other refreshes of the step are done.
         """
         for chunk in self.chunks:
-            if chunk.begun is None and self._due(chunk):
+            if chunk.job is None and self._due(chunk):
                 self._start(chunk)
-        found: Found = []
+        counts: GroupCounts = []
         error: BaseException | None = None
         for chunk in self.chunks:
-            if chunk.begun is not None:
-                begun, chunk.begun = chunk.begun, None
+            if chunk.job is not None:
+                job, chunk.job = chunk.job, None
                 try:
-                    found += begun.result()
+                    counts += job.result()
                 except Exception as raised:
                     error = error or raised
         if error is not None:
             raise error
-        self._report(found, self.step + 1)
+        self._report(counts, self.step + 1)
 
     def wait(self) -> None:
         """Wait until the owners' moments and bases are of one time, whatever has begun. `finish` is still to come."""
         for chunk in self.chunks:
-            if chunk.begun is not None:
-                chunk.begun.wait()
+            if chunk.job is not None:
+                chunk.job.wait()
 
     def forget(self) -> None:
         """Wait for refreshes that have begun and make nothing of them: other moments and bases are about to come."""
         self.wait()
         for chunk in self.chunks:
-            chunk.begun = None
+            chunk.job = None
 
     def of_gradients(self, sums: dict[str, MomentSum], step: int) -> None:
         """Refresh everything from the given sums at once."""
         number = step_number(step)
         self._report(
-            [found for chunk in self.chunks for found in self._parts.whole(self._due(chunk), sums, number)], step
+            [counts for chunk in self.chunks for counts in self._stages.whole(self._due(chunk), sums, number)], step
         )
         self.asked = False  # until the next step begins, which nobody may announce
 
@@ -194,22 +194,22 @@ class Refreshes:
         if self.gradient_factor != 1.0:
             scale_sums(sums.values(), self.gradient_factor)
         totals = (entry.total for entry in sums.values() if entry.total is not None)  # a list would keep them alive
-        parts, worker = self._parts, self.worker
+        stages, worker = self._stages, self.worker
         if worker is None:
-            task = Task(functools.partial(parts.whole, due, sums, step))
+            task = Task(functools.partial(stages.whole, due, sums, step))
             task.run()
-            chunk.begun = Begun(task, _as_it_is)
+            chunk.job = RefreshJob(task, _unchanged)
         elif self.launcher == "worker":
-            task = worker.submit(functools.partial(parts.whole, due, sums, step), totals)
-            chunk.begun = Begun(task, _as_it_is)
+            task = worker.submit(functools.partial(stages.whole, due, sums, step), totals)
+            chunk.job = RefreshJob(task, _unchanged)
         else:
-            received = worker.launch(functools.partial(parts.reduce, due, sums), totals)
-            renewed = worker.submit(functools.partial(parts.renew, due, received, step))
-            chunk.begun = Begun(renewed, parts.exchange)
+            received = worker.launch(functools.partial(stages.reduce, due, sums), totals)
+            renewed = worker.submit(functools.partial(stages.renew, due, received, step))
+            chunk.job = RefreshJob(renewed, stages.exchange)
 
-    def _report(self, found: Found, step: int) -> None:
+    def _report(self, refreshed: GroupCounts, step: int) -> None:
         to_report = RefreshCounts()
-        for group, counts in found:
+        for group, counts in refreshed:
             self.counts.add(counts)
             if group.rank == 0:  # it speaks for the group, of which the job's first rank need not be a member
                 to_report.add(counts)
@@ -252,15 +252,6 @@ def make_groups(
     return made
 
 
-def worker_of(model_chunk: object, device: torch.device) -> Worker:
-    """The one worker of a rank, whose dense weights and experts may be in two optimizers."""
-    worker: Worker | None = getattr(model_chunk, WORKER_ATTRIBUTE, None)
-    if worker is None:
-        worker = Worker(device)
-        setattr(model_chunk, WORKER_ATTRIBUTE, worker)
-    return worker
-
-
 def microbatches_of_a_step() -> int | None:
     """How many micro-batches Megatron gives each rank in the current step; None outside of its training."""
     from megatron.core import num_microbatches_calculator as calculator
@@ -274,8 +265,8 @@ def _complete(refreshes: "weakref.ref[Refreshes]", number: int) -> None:
         alive._complete(alive.chunks[number])
 
 
-def _as_it_is(found: Found) -> Found:
-    return found
+def _unchanged(counts: GroupCounts) -> GroupCounts:
+    return counts
 
 
 def _remove(captures: "Sequence[weakref.ref[Capture]]") -> None:

@@ -1,9 +1,9 @@
-"""What of Dobb goes into Megatron's distributed checkpoints, and comes back on any layout.
+"""Save and load Dobb's moments and bases as sharded tensors, on any parallel layout.
 
 The moments and the bases are sharded tensors `optimizer.dobb.moment.NAME` and `optimizer.dobb.basis.NAME`, of the
 global shape `[B, b, b]`, where NAME is the weight's name in the whole model. Neither names nor block numbers depend
-on the layout. Everything else that a reader has to know is in `Saved`, plain numbers and texts in Megatron's content
-metadata, which is read before anything is asked of the checkpoint.
+on the layout. Everything else that a reader has to know is in `DobbRunMetadata`, plain numbers and texts in Megatron's
+content metadata, which is read before anything is asked of the checkpoint.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ from torch import Tensor
 from ...methods.dobb.refresh_group import RefreshGroup
 from ...methods.dobb.settings import DTYPES, DobbConfig
 from ...sharding.ownership import Block
-from ..checkpoint.metadata import Saved
+from .run_metadata import DobbRunMetadata
 
 MOMENT, BASIS = "moment", "basis"
 
 
 @dataclass(frozen=True)
 class WeightInModel:
-    """Where the blocks that a rank has of a weight lie in the whole model.
+    """Place of a rank's blocks of a weight in the whole model.
 
     Attributes:
         features: of the whole weight, which its blocks divide.
@@ -48,14 +48,14 @@ class Run:
 
 
 @dataclass
-class Report:
-    """What a load did not take over as it was: names of weights."""
+class LoadReport:
+    """Names of the weights that a load did not take over as they were."""
 
     cut: set[str]
     restarted: set[str]
 
 
-class StateOfBlocks:
+class ShardedBlocks:
     """The moments and bases that a rank keeps, as parts of the whole model's.
 
     Args:
@@ -83,7 +83,7 @@ class StateOfBlocks:
                     state[kind][_entry(run)] = self._sharded(kind, run, group.width, part, first, 0)
         return state
 
-    def to_load(self, saved: Saved) -> dict[str, dict[str, ShardedTensor]]:
+    def to_load(self, saved: DobbRunMetadata) -> dict[str, dict[str, ShardedTensor]]:
         """Room for what this rank wants of a checkpoint, in the types that it is stored in."""
         state: dict[str, dict[str, ShardedTensor]] = {MOMENT: {}, BASIS: {}}
         for group, kind, run, saved_width in self._wanted(saved):
@@ -94,9 +94,9 @@ class StateOfBlocks:
             state[kind][_entry(run)] = self._sharded(kind, run, saved_width, room, first, reader)
         return state
 
-    def take(self, loaded: Mapping[str, Mapping[str, Tensor]], saved: Saved) -> Report:
+    def take(self, loaded: Mapping[str, Mapping[str, Tensor]], saved: DobbRunMetadata) -> LoadReport:
         """Take over what `to_load` asked for; everything else starts anew."""
-        report = Report(set(), set())
+        report = LoadReport(set(), set())
         self.restart()
         for group, kind, run, saved_width in self._wanted(saved):
             blocks = loaded[kind][_entry(run)]
@@ -125,8 +125,8 @@ class StateOfBlocks:
             group.moment.zero_()
             group.basis.copy_(torch.eye(group.width, dtype=group.basis.dtype, device=group.basis.device))
 
-    def _wanted(self, saved: Saved) -> Iterator[tuple[RefreshGroup, str, Run, int]]:
-        """What to read, and the width that it was saved in.
+    def _wanted(self, saved: DobbRunMetadata) -> Iterator[tuple[RefreshGroup, str, Run, int]]:
+        """The runs of blocks to read, and the width that each was saved in.
 
         Megatron takes what several ranks read from the same offset on for the same data. So it must have one length:
         runs end where those of any rank do, and do not go on from one stored block to the next if that is wider.
@@ -153,7 +153,7 @@ class StateOfBlocks:
         name, number = block
         return (self.weights[name].first_block + number) * group.width
 
-    def _readable_width(self, group: RefreshGroup, name: str, saved: Saved) -> int | None:
+    def _readable_width(self, group: RefreshGroup, name: str, saved: DobbRunMetadata) -> int | None:
         if (saved.side, saved.source) != (self.config.side, self.config.source):
             return None
         width = saved.width(name, self.weights[name].features)

@@ -1,4 +1,4 @@
-"""The refresh of some groups, whole or in the parts of which the program's own thread makes those that communicate."""
+"""Run a refresh as one background job, or in stages whose collectives stay on the program's own thread."""
 
 import itertools
 import os
@@ -19,8 +19,10 @@ from .metrics import Diagnostics
 Launcher = Literal["worker", "program"]
 """Whose thread makes the collectives of refreshes: see `refreshes`."""
 
-Found = list[tuple[RefreshGroup, RefreshCounts]]
-Renewed = list[tuple[RefreshGroup, Tensor]]
+GroupCounts = list[tuple[RefreshGroup, RefreshCounts]]
+"""Refreshed groups, and what their refreshes counted."""
+
+ExchangeInputs = list[tuple[RefreshGroup, Tensor]]
 """Groups whose owned blocks are renewed, and the counts that are to be exchanged with the bases."""
 
 
@@ -41,8 +43,8 @@ def launcher_of(groups: Iterable[RefreshGroup], one_launch_queue: bool) -> Launc
 
 
 @dataclass
-class Begun[T]:
-    """A refresh that has begun.
+class RefreshJob[T]:
+    """A refresh under way.
 
     Attributes:
         task: what is done beside the program.
@@ -50,13 +52,13 @@ class Begun[T]:
     """
 
     task: Task[T]
-    complete: Callable[[T], Found]
+    complete: Callable[[T], GroupCounts]
 
     def wait(self) -> None:
         """Wait for what is done beside the program: moments and bases of owned blocks are of one time after it."""
         self.task.wait()
 
-    def result(self) -> Found:
+    def result(self) -> GroupCounts:
         """Wait, and do what is left to do; collective if that is.
 
         Raises:
@@ -66,8 +68,8 @@ class Begun[T]:
 
 
 @dataclass(frozen=True)
-class RefreshParts:
-    """What is done for the groups of one chunk that are due, group by group.
+class RefreshStages:
+    """The stages of a refresh of the groups of one chunk that are due, group by group.
 
     Attributes:
         config: the settings.
@@ -80,22 +82,22 @@ class RefreshParts:
     is_expert: bool
 
     @torch.no_grad()
-    def whole(self, groups: Sequence[RefreshGroup], sums: dict[str, MomentSum], step: int) -> Found:
-        """All parts; see `RefreshGroup.refresh`."""
-        found = []
+    def whole(self, groups: Sequence[RefreshGroup], sums: dict[str, MomentSum], step: int) -> GroupCounts:
+        """All stages; see `RefreshGroup.refresh`."""
+        refreshed = []
         for group in groups:
             with torch.profiler.record_function("dobb::refresh"), self.diagnostics.refresh(group, step, self.is_expert):
                 counts = group.refresh(sums, **self._how())
-            found.append((group, counts))
-        return found
+            refreshed.append((group, counts))
+        return refreshed
 
     def reduce(self, groups: Sequence[RefreshGroup], sums: dict[str, MomentSum]) -> list[Tensor]:
-        """What `RefreshGroup.reduce` returns for each group; collective."""
+        """Reduce the sums of each group (`RefreshGroup.reduce`); collective."""
         with torch.profiler.record_function("dobb::reduce"):
             return [group.reduce(sums) for group in groups]
 
-    def renew(self, groups: Sequence[RefreshGroup], received: list[Tensor], step: int) -> Renewed:
-        """See `RefreshGroup.renew`.
+    def renew(self, groups: Sequence[RefreshGroup], received: list[Tensor], step: int) -> ExchangeInputs:
+        """Renew the owned blocks of each group (`RefreshGroup.renew`).
 
         Args:
             groups: those of `reduce`.
@@ -110,14 +112,15 @@ class RefreshParts:
             renewed.append((group, counts))
         return renewed
 
-    def exchange(self, renewed: Renewed) -> Found:
-        """See `RefreshGroup.exchange`; collective. All groups make it, whatever the counts of some of them say.
+    def exchange(self, renewed: ExchangeInputs) -> GroupCounts:
+        """Exchange the bases (`RefreshGroup.exchange`); collective.
 
-        The counts of all groups are read at once: reading waits for the device.
+        All groups make the exchange, whatever the counts of some of them say. The counts of all are read at once:
+        reading waits for the device.
         """
         if not renewed:
             return []
-        found: Found = []
+        exchanged: GroupCounts = []
         error: CaptureError | None = None
         with torch.profiler.record_function("dobb::exchange"):
             sent = []
@@ -128,12 +131,12 @@ class RefreshParts:
             rows = iter(torch.cat(sent).tolist())
             for group, _ in renewed:
                 try:
-                    found.append((group, group.read_counts(list(itertools.islice(rows, group.ranks)))))
+                    exchanged.append((group, group.read_counts(list(itertools.islice(rows, group.ranks)))))
                 except CaptureError as raised:
                     error = error or raised
         if error is not None:
             raise error
-        return found
+        return exchanged
 
     def _how(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What a run says at its start."""
+"""Start-up table of a run: what is on Dobb, memory, traffic and balance."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,8 +7,9 @@ from ...methods.dobb.footprint import RankCosts, Transient, WidthCosts, momentum
 from ...methods.dobb.refresh_group import RefreshGroup
 from ...sharding.ownership import imbalance
 from ..console import say
-from ..model.select_weights import ChunkPlan, ManagedWeight
+from ..model.chunk_state import alignment_of
 from .optimizer import DobbDistributedOptimizer
+from .select_weights import DobbWeight
 
 MIB = 2**20
 
@@ -17,30 +18,30 @@ def log_start(optimizer: DobbDistributedOptimizer) -> None:
     """The start-up table: what is on Dobb and what is not, alignment, memory and traffic of this rank."""
     # The second optimizer, for experts, is empty where a rank has none.
     if not optimizer.is_stub_optimizer and (optimizer.managed or not optimizer.is_expert):
-        say("\n".join(start_table(optimizer, [chunk.dobb_plan for chunk in optimizer.model_chunks])))
+        say("\n".join(start_table(optimizer)))
 
 
-def start_table(optimizer: DobbDistributedOptimizer, plans: Sequence[ChunkPlan]) -> list[str]:
+def start_table(optimizer: DobbDistributedOptimizer) -> list[str]:
     """The lines of the start-up table."""
     managed = optimizer.managed
     elements = sum(w.parameter.numel() for w in managed.values())
     kind = "expert matrices" if optimizer.is_expert else "matrices"
     lines = [f"dobb: {len(managed)} {kind} ({elements:,} elements)"]
-    settings = optimizer.dobb
+    settings = optimizer.settings
     if (settings.norm, settings.side, settings.source) != ("sign", "input", "activation"):
         lines.append(f"dobb: variant: norm {settings.norm}, side {settings.side}, source {settings.source}")
     lines += _shape_lines(managed.values()) if managed else []
     reasons: dict[str, list[int]] = {}
-    for plan in plans if not optimizer.is_expert else ():  # the optimizer of the other weights says it for all
-        for (reason, what), number in plan.adamw.items():
-            reasons.setdefault(reason, [0, 0])[what == "elements"] += number
+    for selection in optimizer.selections if not optimizer.is_expert else ():  # that of the others says it for all
+        for (reason, unit), number in selection.adamw.items():
+            reasons.setdefault(reason, [0, 0])[unit == "elements"] += number
     for reason, (parameters, numel) in reasons.items():
         lines.append(f"dobb: on AdamW: {parameters} parameters ({numel:,} elements): {reason}")
     lines += _cost_lines(optimizer)
     return lines
 
 
-def _shape_lines(managed: Iterable[ManagedWeight]) -> list[str]:
+def _shape_lines(managed: Iterable[DobbWeight]) -> list[str]:
     shapes = Counter((w.geometry.rows, w.geometry.columns, w.features // w.width, w.width) for w in managed)
     lines = ["dobb:   count       m       n  blocks  width"]
     for (rows, columns, blocks, width), count in shapes.items():
@@ -49,15 +50,14 @@ def _shape_lines(managed: Iterable[ManagedWeight]) -> list[str]:
 
 
 def _cost_lines(optimizer: DobbDistributedOptimizer) -> list[str]:
-    layouts = [
-        found
+    sizes = [
+        (layout.bucket_indices[-1][1], alignment.stock_numel)
         for chunk in optimizer.model_chunks
-        for key, found in chunk.full_param_layout.layouts.items()
-        if key.is_expert_parallel == optimizer.is_expert and hasattr(found, "dobb_stock_numel")
+        for key, layout in chunk.full_param_layout.layouts.items()
+        if key.is_expert_parallel == optimizer.is_expert and (alignment := alignment_of(layout)) is not None
     ]
-    padded = sum(found.bucket_indices[-1][1] for found in layouts)
-    stock = sum(found.dobb_stock_numel for found in layouts)
-    settings = optimizer.dobb
+    padded, stock = sum(own for own, _ in sizes), sum(of_megatron for _, of_megatron in sizes)
+    settings = optimizer.settings
     of_rank = rank_costs(optimizer)
     norms = optimizer.column_norms.bytes_reduced() if settings.norm == "l2" else 0
     others = f"{norms / MIB:.2f} MiB of column norms on every step" if norms else "nothing on other steps"
@@ -111,7 +111,7 @@ def refresh_peak(optimizer: DobbDistributedOptimizer) -> int:
 
 
 def group_costs(optimizer: DobbDistributedOptimizer) -> list[WidthCosts]:
-    """Of each refresh group, on all its ranks."""
+    """Costs of each refresh group, on all its ranks."""
     found = []
     for group in optimizer.refresh_groups:
         by_width = refresh_costs(

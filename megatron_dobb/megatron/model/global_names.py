@@ -47,7 +47,7 @@ def weight_names(root: nn.Module) -> dict[tuple[str, str], str]:
 
 
 def kind_of(name: str) -> str:
-    """What all layers and experts call a weight: its name without their numbers."""
+    """The name of a weight without the numbers of layers and experts."""
     return _NUMBER.sub("*", name)
 
 

@@ -1,4 +1,4 @@
-"""What follows from a weight's shape, its blocks and its place in the tensor-parallel layout.
+"""Blocks, alignment and communication sets of a weight, from its shape and its place in the tensor-parallel layout.
 
 A run asks this of its parameters, and `tools/plan.py` of parameters that nobody has made: nothing here looks at more of
 a weight than `BlockedWeight` names, and nothing imports Megatron.
@@ -9,9 +9,9 @@ from typing import Literal
 
 from ...errors import UnsupportedError
 from ...methods.dobb.blocks import block_width
-from ...methods.dobb.settings import DobbConfig
+from ...methods.dobb.settings import Asked, DobbConfig
 from ...sharding.segment import Shard
-from .adapters import Geometry
+from .adapters import GlobalShape
 
 MomentSet = Literal["tokens", "tokens over tensor", "expert tokens"]
 """The ranks over which moments are summed: those with other sequences (data and context parallelism); those of all
@@ -33,7 +33,7 @@ class BlockedWeight:
     """
 
     name: str
-    geometry: Geometry
+    geometry: GlobalShape
     width: int
     output_side: bool
 
@@ -96,7 +96,7 @@ def alignment(width: int, shape: Sequence[int], output_side: bool) -> int:
     return width * shape[1] if output_side else width
 
 
-def choose_width(name: str, geometry: Geometry, shape: Sequence[int], config: DobbConfig) -> tuple[int, int]:
+def choose_width(name: str, geometry: GlobalShape, shape: Sequence[int], config: DobbConfig) -> tuple[int, int]:
     """Width of a weight's blocks, and the tensor-parallel ranks that share the features which they divide.
 
     Args:
@@ -115,7 +115,12 @@ def choose_width(name: str, geometry: Geometry, shape: Sequence[int], config: Do
     return block_width(name, features, column_shards=shards, side=config.side, pattern=pattern, **asked), shards
 
 
-def check_outputs_seen(name: str, layer: str, geometry: Geometry, config: DobbConfig, *, of_expert: bool) -> None:
+def fewer_features_than_blocks(features: int, asked: Asked) -> bool:
+    """Whether a weight is too narrow for the blocks that `DobbConfig.blocks_of` asks for."""
+    return features < (asked.get("blocks") or asked.get("width") or 0)
+
+
+def check_outputs_seen(name: str, layer: str, geometry: GlobalShape, config: DobbConfig, *, of_expert: bool) -> None:
     """Refuse a weight whose second moments cannot be taken.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError, UnsupportedError
 from ...methods.dobb.settings import DobbConfig
+from ..model.chunk_state import state_of
 from .flags import REFUSALS, Refusal
 
 INNER = "adam"
@@ -20,8 +21,8 @@ def settings_of(model_chunks: Sequence[Any]) -> DobbConfig | None:
     Raises:
         UnsupportedError: if they were not all wrapped with the same.
     """
-    plans = [getattr(chunk, "dobb_plan", None) for chunk in model_chunks]
-    settings = [plan.settings if plan is not None else None for plan in plans]
+    states = [state_of(chunk) for chunk in model_chunks]
+    settings = [state.selection.settings if state is not None else None for state in states]
     if any(found != settings[0] for found in settings):
         raise UnsupportedError(
             f"the {len(settings)} chunks of a model were wrapped in DistributedDataParallel with different settings of "
@@ -90,7 +91,7 @@ def _refusals(configs: Sequence[Any], settings: DobbConfig) -> Iterator[Refusal]
     for config in configs:
         for name, value in vars(config).items():
             values[name] = values.get(name) if value is None or value is False else value
-    values |= {"dobb_source": settings.source, "dobb_side": settings.side}
+    values |= {f"dobb_{name}": getattr(settings, name, None) for name in ("source", "side")}
     for refusal in REFUSALS:
         if refusal.what != _WITHOUT_DISTRIBUTED and refusal.used(Namespace(**values)):
             yield refusal

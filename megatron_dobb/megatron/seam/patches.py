@@ -10,22 +10,17 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import CheckpointError, ConfigError, UnsupportedError
+from ...methods import registry
 from ...methods.dobb.settings import DobbConfig
 from ...post_import import Patch, after_import
 from ...sharding import buffer_layout
-from ..model.select_weights import (
-    COLUMN_SHARDS_ATTRIBUTE,
-    NAME_ATTRIBUTE,
-    OUTPUT_SIDE_ATTRIBUTE,
-    WIDTH_ATTRIBUTE,
-    manage,
-)
+from ..model.chunk_state import WeightTag, attach, note_alignment, tag_of
 from ..options import config_objects
 from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from . import versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
-"""Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
+"""Values of `--dist-ckpt-strictness` with which a checkpoint must contain all that is requested."""
 
 _OF_BUILD = ("config", "model_chunks", "param_groups")
 
@@ -55,7 +50,7 @@ def install(config: DobbConfig | None = None) -> None:
 
 
 def patches() -> dict[str, Patch]:
-    """What is patched of Megatron: for each module the function that probes it and then replaces parts of it."""
+    """For each patched module of Megatron, the function that probes it and then replaces parts of it."""
     return {
         "megatron.core.optimizer.distrib_optimizer": _patch_layout,
         "megatron.core.optimizer": _patch_optimizer_factory,
@@ -73,13 +68,17 @@ def configure(config: DobbConfig | None) -> None:
         ConfigError: if it is neither a `DobbConfig` nor None.
     """
     global _given_by_program
-    if config is not None and not isinstance(config, DobbConfig):
+    if config is not None and not isinstance(config, DobbConfig) and registry.method_of(config) is None:
         raise ConfigError(
             f"megatron_dobb.install takes a DobbConfig, and was given {config!r}: give it one, such as "
             "DobbConfig(blocks=16)"
         )
     _use(config)
     _given_by_program = config is not None
+
+
+def _method_of(settings: Any) -> registry.Method:
+    return registry.method_of(settings) or registry.method(OPTIMIZER)
 
 
 def _use(config: DobbConfig | None) -> None:
@@ -177,12 +176,12 @@ def _patch_ddp(module: ModuleType) -> None:
         if settings is None:
             original(self, config, ddp_config, module, *args, **kwargs)
             return
-        plan = manage(module, settings)
+        selection = _method_of(settings).load("select_weights")(module, settings)
         # The caller computed a layout before the weights were tagged; DDP computes one itself if it gets none.
         kwargs.pop("full_param_layout", None)
         with _quiet(logging.getLogger(ddp.__module__), "full_param_layout not provided"):
             original(self, config, ddp_config, module, *args, **kwargs)
-        self.dobb_plan = plan
+        attach(self, selection)
 
     ddp.__init__ = __init__
 
@@ -209,21 +208,10 @@ def _patch_layout(module: ModuleType) -> None:
         param_indices: list[int] | None = None,
     ) -> Any:
         stock = original(params, bucket_size, data_parallel_world_size, ddp_config, param_indices)
-        if not any(getattr(p, WIDTH_ATTRIBUTE, 0) for p in params):
+        if not any((tag := tag_of(p)) is not None and tag.alignment for p in params):
             return stock
         placed = params[::-1]
-        items = [
-            buffer_layout.Item(
-                p.numel(),
-                getattr(p, WIDTH_ATTRIBUTE, 0),
-                getattr(p, "shared_embedding", False),
-                getattr(p, NAME_ATTRIBUTE, ""),
-                columns=_row_length(p),
-                column_shards=getattr(p, COLUMN_SHARDS_ATTRIBUTE, 1),
-                whole_rows=getattr(p, OUTPUT_SIDE_ATTRIBUTE, False),
-            )
-            for p in placed
-        ]
+        items = [_item(p) for p in placed]
         divisor = end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
         aligned = buffer_layout.align(items, bucket_size, data_parallel_world_size, divisor)
         buffer_layout.check_row_blocks(aligned, stock.bucket_indices[-1][1])
@@ -237,32 +225,39 @@ def _patch_layout(module: ModuleType) -> None:
             param_indices=stock.param_indices,
             num_optimizer_shards=data_parallel_world_size,
         )
-        ours.dobb_stock_numel = stock.bucket_indices[-1][1]
+        note_alignment(ours, stock.bucket_indices[-1][1])
         return ours
 
     base._compute_per_buffer_param_layout = staticmethod(_compute_per_buffer_param_layout)
     _keep_from_other_optimizers(base)
 
 
-def _row_length(parameter: Any) -> int:
-    """`columns` of `layout.Item`."""
-    if not hasattr(parameter, WIDTH_ATTRIBUTE):
-        return 0
-    return parameter.numel() if getattr(parameter, OUTPUT_SIDE_ATTRIBUTE, False) else parameter.shape[-1]
+def _item(parameter: Any) -> buffer_layout.Item:
+    tag = tag_of(parameter) or WeightTag("")
+    return buffer_layout.Item(
+        parameter.numel(),
+        tag.alignment,
+        getattr(parameter, "shared_embedding", False),
+        tag.name,
+        columns=tag.columns,
+        column_shards=tag.column_shards,
+        whole_rows=tag.whole_rows,
+    )
 
 
 def _keep_from_other_optimizers(base: Any) -> None:
-    """Let Megatron's own optimizers refuse Dobb's checkpoints, whose param groups and state they would mistake."""
+    """Let Megatron's own optimizers refuse a method's checkpoints, whose param groups and state they would mistake."""
     original = versions.probe(base, "sharded_state_dict", ("model_sharded_state_dict", "is_loading", "metadata"))
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
-        facts = (given.get("metadata") or {}).get(OPTIMIZER)
-        if given.get("is_loading") and facts is not None and getattr(self, "dobb", None) is None:
+        content = given.get("metadata") or {}
+        writer = next((name for name in registry.names() if name in content), None)
+        if given.get("is_loading") and writer is not None and not hasattr(self, "method"):
             raise CheckpointError(
-                "the checkpoint's optimizer state is Dobb's: continue it with --optimizer dobb, or start "
+                f"the checkpoint's optimizer state is of {writer}: continue it with --optimizer {writer}, or start "
                 f"--optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
             )
         return original(self, *args, **kwargs)
@@ -281,23 +276,23 @@ def _patch_checkpoints(module: ModuleType) -> None:
     signature, signature_of_save = inspect.signature(load), inspect.signature(save)
 
     @functools.wraps(save)
-    def save_with_facts(*args: Any, **kwargs: Any) -> Any:
-        from ..checkpoint.save_load import with_facts
+    def save_with_run_metadata(*args: Any, **kwargs: Any) -> Any:
+        from ..checkpoint.save_load import content_metadata_for
 
         given = signature_of_save.bind(*args, **kwargs)
         state, metadata = given.arguments["sharded_state_dict"], given.arguments.get("content_metadata")
-        given.arguments["content_metadata"] = with_facts(metadata, state)
+        given.arguments["content_metadata"] = content_metadata_for(state, metadata)
         return save(*given.args, **given.kwargs)
 
     @functools.wraps(load)
     def checked_load(*args: Any, **kwargs: Any) -> Any:
-        from ..checkpoint.save_load import has_state_of_dobb
+        from ..checkpoint.save_load import is_requested
 
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         # A program may have turned Dobb off since, for another model.
-        if active() is not None or has_state_of_dobb(given["sharded_state_dict"]):
+        if active() is not None or is_requested(given["sharded_state_dict"]):
             from ..checkpoint.validate import check
 
             check(
@@ -326,7 +321,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
             note_writer(common)
         return common
 
-    module.save = save_with_facts  # type: ignore[attr-defined]
+    module.save = save_with_run_metadata  # type: ignore[attr-defined]
     module.load = checked_load  # type: ignore[attr-defined]
     module.load_common_state_dict = load_common_state_dict  # type: ignore[attr-defined]
 
@@ -339,32 +334,33 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 
     @functools.wraps(groups)
     def _get_param_groups(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
-        if config_objects.check(model_chunks, config) is None:
+        settings = config_objects.check(model_chunks, config)
+        if settings is None:
             if _given_by_program:
                 _say_that_it_is_not_dobb(config.optimizer)
             return groups(model_chunks, config, config_overrides)
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-        managed = ParamPredicate(name=OPTIMIZER, fn=lambda p: bool(getattr(p, WIDTH_ATTRIBUTE, 0)))
-        overrides = {**(config_overrides or {}), ParamKey(predicate=managed): {"optimizer": OPTIMIZER}}
+        method = _method_of(settings).name
+        managed = ParamPredicate(name=method, fn=lambda p: tag_of(p) is not None)
+        overrides = {**(config_overrides or {}), ParamKey(predicate=managed): {"optimizer": method}}
         return groups(model_chunks, config, overrides)
 
     @functools.wraps(build)
     def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
         chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
-        if config_objects.settings_of(chunks) is None:
+        settings = config_objects.settings_of(chunks)
+        if settings is None:
             return build(*args, **kwargs)
-        from ..dobb import startup_report
-        from ..dobb.optimizer import DobbDistributedOptimizer
-
+        method = _method_of(settings)
         # Other modules import this name for isinstance checks, so it is replaced for the call alone.
         stock = module.DistributedOptimizer
-        module.DistributedOptimizer = DobbDistributedOptimizer  # type: ignore[attr-defined]
+        module.DistributedOptimizer = method.load("optimizer")  # type: ignore[attr-defined]
         try:
             built = build(*args, **kwargs)
         finally:
             module.DistributedOptimizer = stock  # type: ignore[attr-defined]
-        startup_report.log_start(built)
+        method.load("startup_report")(built)
         return built
 
     module._get_param_groups = _get_param_groups  # type: ignore[attr-defined]

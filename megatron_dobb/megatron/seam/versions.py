@@ -1,4 +1,4 @@
-"""Which Megatron this seam fits, and probes for everything that it touches."""
+"""Supported versions of Megatron, and probes for everything that the seam touches."""
 
 import inspect
 from typing import Any

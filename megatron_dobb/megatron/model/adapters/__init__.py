@@ -1,8 +1,8 @@
-"""What each kind of Megatron layer multiplies its weights with, and how they are cut over tensor parallelism."""
+"""Adapters: for each kind of Megatron layer, its weights, their inputs and their cuts over tensor parallelism."""
 
 from torch import nn
 
-from .base import SEQUENCE_DIM, Adapter, Geometry, imported_class, matrix_of
+from .base import SEQUENCE_DIM, Adapter, GlobalShape, imported_class, matrix_of
 from .local import ColumnParallel, RowParallel
 from .transformer_engine import Column, GroupedColumn, GroupedRow, LayerNormColumn, Replicated, Row
 
@@ -10,7 +10,7 @@ __all__ = [
     "REGISTRY",
     "SEQUENCE_DIM",
     "Adapter",
-    "Geometry",
+    "GlobalShape",
     "find",
     "imported_class",
     "matrix_of",

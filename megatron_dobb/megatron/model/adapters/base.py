@@ -1,4 +1,4 @@
-"""What an adapter knows of one kind of layer, and what several kinds share."""
+"""Base class of adapters for kinds of layers, and helpers that several adapters share."""
 
 import sys
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _QUANTIZED_TENSORS = (
 
 
 @dataclass(frozen=True)
-class Geometry:
+class GlobalShape:
     """Global shape of a weight and its place in the tensor-parallel layout.
 
     Attributes:
@@ -64,7 +64,7 @@ class Adapter:
         weight = matrix_of(module)
         return {"weight": weight} if weight is not None else {}
 
-    def geometry(self, module: Any) -> Geometry:
+    def geometry(self, module: Any) -> GlobalShape:
         """Global shape of each weight of the layer."""
         raise NotImplementedError
 

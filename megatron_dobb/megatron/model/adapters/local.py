@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .base import Adapter, Geometry, quantizes, size, without_padding
+from .base import Adapter, GlobalShape, quantizes, size, without_padding
 
 
 class ColumnParallel(Adapter):
@@ -12,16 +12,16 @@ class ColumnParallel(Adapter):
 
     layer = "megatron.core.tensor_parallel.layers:ColumnParallelLinear"
 
-    def geometry(self, module: Any) -> Geometry:
-        """See `Adapter.geometry`."""
+    def geometry(self, module: Any) -> GlobalShape:
+        """Implement `Adapter.geometry`."""
         # With explicit expert communication, somebody else gathers the sequence before the layer sees it.
         shard = bool(module.sequence_parallel and not module.explicit_expert_comm)
         whole = module.gather_output and size(module.tp_group) > 1  # every rank then has the outputs of all
         seen = None if module.is_expert or whole else False
-        return Geometry(module.output_size, module.input_size, 1, shard, outputs_over_tp=seen)
+        return GlobalShape(module.output_size, module.input_size, 1, shard, outputs_over_tp=seen)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        """See `Adapter.activation`."""
+        """Implement `Adapter.activation`."""
         return _input(module, args, kwargs)
 
 
@@ -30,15 +30,15 @@ class RowParallel(Adapter):
 
     layer = "megatron.core.tensor_parallel.layers:RowParallelLinear"
 
-    def geometry(self, module: Any) -> Geometry:
-        """See `Adapter.geometry`."""
+    def geometry(self, module: Any) -> GlobalShape:
+        """Implement `Adapter.geometry`."""
         shards = module.input_size // module.input_size_per_partition
         # With explicit expert communication, somebody else reduces what the layer returns.
         seen = None if module.is_expert or module.explicit_expert_comm else bool(module.sequence_parallel)
-        return Geometry(module.output_size, module.input_size, shards, False, outputs_over_tp=seen)
+        return GlobalShape(module.output_size, module.input_size, shards, False, outputs_over_tp=seen)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        """See `Adapter.activation`."""
+        """Implement `Adapter.activation`."""
         x = _input(module, args, kwargs)
         if module.input_is_parallel or size(module.tp_group) == 1:
             return x

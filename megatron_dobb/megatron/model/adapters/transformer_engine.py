@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Adapter, Geometry, dequantized, matrix_of, quantizes, size, without_padding
+from .base import Adapter, GlobalShape, dequantized, matrix_of, quantizes, size, without_padding
 
 _LAYERS = "megatron.core.extensions.transformer_engine:"
 
@@ -21,20 +21,20 @@ class Replicated(Adapter):
     layer = _LAYERS + "TELinear"
 
     def refusal(self, module: Any) -> str | None:
-        """See `Adapter.refusal`."""
+        """Implement `Adapter.refusal`."""
         if module.parallel_mode is not None:
             return f"TELinear with parallel_mode {module.parallel_mode!r}, not of Megatron's column or row class"
         return None
 
-    def geometry(self, module: Any) -> Geometry:
-        """See `Adapter.geometry`."""
+    def geometry(self, module: Any) -> GlobalShape:
+        """Implement `Adapter.geometry`."""
         rows, columns = module.weight.shape
         # Not the layer's own flag: alone of its tensor-parallel ranks, it has switched that off.
         shard = bool(module.config.sequence_parallel and size(module._tp_group) > 1)
-        return Geometry(rows, columns, 1, shard, replicated=size(module._tp_group) > 1, outputs_over_tp=shard)
+        return GlobalShape(rows, columns, 1, shard, replicated=size(module._tp_group) > 1, outputs_over_tp=shard)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        """See `Adapter.activation`."""
+        """Implement `Adapter.activation`."""
         return _input(module, args, kwargs)
 
 
@@ -43,16 +43,16 @@ class Column(Adapter):
 
     layer = _LAYERS + "TEColumnParallelLinear"
 
-    def geometry(self, module: Any) -> Geometry:
-        """See `Adapter.geometry`."""
+    def geometry(self, module: Any) -> GlobalShape:
+        """Implement `Adapter.geometry`."""
         rows, columns = module.weight.shape
         # An expert, or a shared expert that overlaps the dispatcher, has no mode: others gather its sequence.
         shard = bool(module.sequence_parallel and module.parallel_mode == "column")
         seen = False if module.parallel_mode == "column" else None
-        return Geometry(rows * size(module._tp_group), columns, 1, shard, outputs_over_tp=seen)
+        return GlobalShape(rows * size(module._tp_group), columns, 1, shard, outputs_over_tp=seen)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        """See `Adapter.activation`."""
+        """Implement `Adapter.activation`."""
         return _input(module, args, kwargs)
 
 
@@ -62,7 +62,7 @@ class LayerNormColumn(Column):
     layer = _LAYERS + "TELayerNormColumnParallelLinear"
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        """See `Adapter.activation`."""
+        """Implement `Adapter.activation`."""
         x = super().activation(module, args, kwargs, name)
         return normalized(module, x.to(getattr(module, "activation_dtype", None) or x.dtype))
 
@@ -72,15 +72,15 @@ class Row(Adapter):
 
     layer = _LAYERS + "TERowParallelLinear"
 
-    def geometry(self, module: Any) -> Geometry:
-        """See `Adapter.geometry`."""
+    def geometry(self, module: Any) -> GlobalShape:
+        """Implement `Adapter.geometry`."""
         rows, columns = module.weight.shape
         shards = size(module._tp_group)
         seen = bool(module.sequence_parallel) if module.parallel_mode == "row" else None
-        return Geometry(rows, columns * shards, shards, False, outputs_over_tp=seen)
+        return GlobalShape(rows, columns * shards, shards, False, outputs_over_tp=seen)
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        """See `Adapter.activation`."""
+        """Implement `Adapter.activation`."""
         return _input(module, args, kwargs)
 
 
@@ -88,17 +88,17 @@ class _Grouped(Adapter):
     """The experts of one rank: `weight0` to `weight<n-1>`, and rows sorted by expert, `m_splits[i]` for the i-th."""
 
     def refusal(self, module: Any) -> str | None:
-        """See `Adapter.refusal`."""
+        """Implement `Adapter.refusal`."""
         return "experts' weights in one tensor" if getattr(module, "single_grouped_weight", False) else None
 
     def weights(self, module: nn.Module) -> Mapping[str, nn.Parameter]:
-        """See `Adapter.weights`."""
+        """Implement `Adapter.weights`."""
         names = [f"weight{expert}" for expert in range(int(module.num_gemms))]  # type: ignore[arg-type]
         found = {name: matrix_of(module, name) for name in names}
         return {name: weight for name, weight in found.items() if weight is not None}
 
     def activation(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        """See `Adapter.activation`."""
+        """Implement `Adapter.activation`."""
         # Megatron's wrapper calls them x and m_splits.
         x, splits = [*args, *(kwargs[key] for key in ("x", "m_splits")[len(args) :])][:2]
         counts = splits.tolist() if isinstance(splits, Tensor) else splits
@@ -113,10 +113,10 @@ class GroupedColumn(_Grouped):
 
     layer = _LAYERS + "TEColumnParallelGroupedLinear"
 
-    def geometry(self, module: Any) -> Geometry:
-        """See `Adapter.geometry`."""
+    def geometry(self, module: Any) -> GlobalShape:
+        """Implement `Adapter.geometry`."""
         rows, columns = module.weight0.shape
-        return Geometry(rows * size(module._tp_group), columns, 1, False)
+        return GlobalShape(rows * size(module._tp_group), columns, 1, False)
 
 
 class GroupedRow(_Grouped):
@@ -124,10 +124,10 @@ class GroupedRow(_Grouped):
 
     layer = _LAYERS + "TERowParallelGroupedLinear"
 
-    def geometry(self, module: Any) -> Geometry:
-        """See `Adapter.geometry`."""
+    def geometry(self, module: Any) -> GlobalShape:
+        """Implement `Adapter.geometry`."""
         rows, columns = module.weight0.shape
-        return Geometry(rows, columns * size(module._tp_group), size(module._tp_group), False)
+        return GlobalShape(rows, columns * size(module._tp_group), size(module._tp_group), False)
 
 
 def normalized(module: Any, x: Tensor) -> Tensor:

@@ -1,0 +1,23 @@
+"""Choose the weights for sign momentum: every matrix of a layer, in whatever shards."""
+
+from torch import nn
+
+from megatron_dobb.megatron.model.chunk_state import ManagedWeight, Matrix, Selection
+from megatron_dobb.megatron.model.select_weights import choose, embedding_or_output
+
+from .settings import SignMomentumConfig
+
+
+def select_weights(root: nn.Module, settings: SignMomentumConfig) -> Selection[ManagedWeight]:
+    """Choose and tag the managed weights of a model chunk."""
+
+    def reason_on_adamw(matrix: Matrix, selection: Selection[ManagedWeight]) -> str | None:
+        if reason := embedding_or_output(matrix.parameter):
+            return reason
+        if isinstance(matrix.module, nn.Embedding):
+            return "learned positions"
+        patterns = settings.patterns_matching(matrix.name)
+        selection.patterns_used |= patterns
+        return "excluded by --signmomentum-exclude" if patterns else None
+
+    return choose(root, settings, reason_on_adamw, lambda matrix: ManagedWeight(**vars(matrix)))
