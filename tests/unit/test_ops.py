@@ -10,7 +10,17 @@ import torch
 from compiled import KERNELS, C, needs_extension
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from update_cases import SETTINGS, Case, cases, check_against_float64, copied, in_float64, segment, signs_of
+from update_cases import (
+    SETTINGS,
+    Case,
+    cases,
+    check_against_float64,
+    copied,
+    in_float64,
+    rounding_of,
+    segment,
+    signs_of,
+)
 
 from megatron_dobb.errors import NonFiniteError, UnsupportedError
 from megatron_dobb.kernels import dispatch, extension
@@ -28,7 +38,7 @@ def test_signs_momentum_and_update_agree_with_float64(kernel, case, nesterov, le
     options = SETTINGS | {"nesterov": nesterov, "learning_rate": learning_rate}
     after = copied(case)
     kernels.update(after.segments, after.gradients, **options, backend="extension")
-    check_against_float64(case, after, options)
+    check_against_float64(case, after, options, **rounding_of(kernel))
 
 
 @needs_extension
@@ -41,7 +51,7 @@ def test_ordinary_widths_with_many_rows_agree_with_float64(kernel, width, precis
     case = Case([made], [gradient])
     after = copied(case)
     kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension", precision=precision)
-    check_against_float64(case, after, SETTINGS)
+    check_against_float64(case, after, SETTINGS, **rounding_of(kernel, precision))
 
 
 @needs_extension
@@ -53,7 +63,7 @@ def test_every_wrap_around_a_row_end_uses_the_right_basis(start, blocks):
     case = Case([made], [gradient])
     after = copied(case)
     kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension")
-    check_against_float64(case, after, SETTINGS)
+    check_against_float64(case, after, SETTINGS, **rounding_of(C.chosen_cpu_kernel()))
 
 
 @needs_extension
@@ -350,7 +360,7 @@ def test_an_expanded_gradient_is_as_good_as_another():
     case = Case([made], [torch.ones(1).expand(64)])
     after = copied(case)
     kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension")
-    check_against_float64(case, after, SETTINGS)
+    check_against_float64(case, after, SETTINGS, **rounding_of(C.chosen_cpu_kernel()))
 
 
 @needs_extension

@@ -154,12 +154,15 @@ def test_householder_stays_orthonormal_when_a_wide_block_has_many_equal_features
 
 @pytest.mark.parametrize("width", [192, WIDE])
 def test_cholesky_needs_no_fallback_when_many_features_are_equal(width):
-    """The second gram is singular in fp32 without a shift, and three passes are one too few."""
+    """The second gram is singular in fp32 without a shift, and three passes are one too few.
+
+    Lengths summed in fp32 are off by up to 1e-5; no column is corrected below 2e-6, and sums of either sign add 1e-6.
+    """
     token = torch.randn(1, 2, generator=generator(2)).repeat(1, width // 2)
     moment = torch.stack([torch.ones(width, width), token.T @ token])
     basis, fell_back = op(moment, torch.eye(width).expand(2, -1, -1), "cholesky")
     assert not fell_back.any()
-    assert float64_error(basis) <= 8e-6
+    assert float64_error(basis) <= 3e-6
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,5 +1,6 @@
-// The leaf functions of matrix_block.h in plain C++, for tests on processors without matrix units: AMX tiles as arrays,
-// with the order of the additions and the treatment of denormal numbers that Intel's manual gives for TDPBF16PS.
+// The leaf functions of matrix_block.h in plain C++, for tests: AMX tiles as arrays, with the order of the additions
+// and the treatment of denormal numbers of TDPBF16PS, or one tile at a time with those of VDPBF16PS. Bit for bit what
+// processors with these instructions compute.
 #pragma once
 
 #include <cmath>
@@ -44,18 +45,24 @@ struct MatrixUnit {
             for (int i = 0; i < 32; ++i) right[kTile].values[p][i] = without_denormals(to_float(from[p * 32 + i]));
     }
 
+    static float multiply_add(float a, float b, float sum) { return without_denormals(std::fma(a, b, sum)); }
+
     template <int kRow, int kColumn>
     void multiply() {
         for (int r = 0; r < 16; ++r)
             for (int c = 0; c < 16; ++c) {
+                float& sum = sums[kRow][kColumn][r][c];
                 float even = 0, odd = 0;
                 for (int p = 0; p < 16; ++p) {
                     const float *a = left[kRow].values[r] + 2 * p, *b = right[kColumn].values[p] + 2 * c;
-                    even = without_denormals(std::fma(a[0], b[0], even));
-                    odd = without_denormals(std::fma(a[1], b[1], odd));
+                    if constexpr (kRowTiles == 1) {
+                        sum = multiply_add(a[0], b[0], multiply_add(a[1], b[1], sum));
+                    } else {
+                        even = multiply_add(a[0], b[0], even);
+                        odd = multiply_add(a[1], b[1], odd);
+                    }
                 }
-                float& sum = sums[kRow][kColumn][r][c];
-                sum = without_denormals(sum + without_denormals(even + odd));
+                if constexpr (kRowTiles > 1) sum = without_denormals(sum + without_denormals(even + odd));
             }
     }
 

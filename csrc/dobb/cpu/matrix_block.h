@@ -1,7 +1,7 @@
 // Passes 2 and 3 of the update on the matrix units of a processor, for one tile at a time, written over the leaf
 // functions of matrix_*.h: these multiply [16, 32] by [32, 16] numbers in bf16 and add in fp32.
 //
-// A number in fp32 is the sum of two in bf16, high + low, to 2^-18 of it. Precision "exact" takes M and an fp32 Q apart
+// A number in fp32 is the sum of two in bf16, high + low, to 2^-17 of it. Precision "exact" takes M and an fp32 Q apart
 // and adds the products high high, low high and high low; "bf16" takes the first alone. Signs are exact in bf16.
 #pragma once
 
@@ -20,7 +20,7 @@ struct Halves {
 
 struct BlockScratch {
     Halves source, kept;  // [rows, depth] M, and the signs or scaled coefficients
-    Halves right;         // [depth / 16, depth / 32, 16, 32] Q or Q^T, see pack
+    Halves right;         // [kColumnTiles, depth / 32, 16, 32] of Q or Q^T, see pack
     float* sums;          // [kGroupRows, kGroupColumns] of one group of tiles
     std::int64_t depth;   // the width, padded with zeros to a multiple of 32
 
@@ -28,7 +28,7 @@ struct BlockScratch {
     template <class Take>
     static void layout(std::int64_t width, std::int64_t rows, Take take, BlockScratch* scratch) {
         scratch->depth = (width + 31) / 32 * 32;
-        const std::int64_t left = (rows + 31) / 32 * 32 * scratch->depth, right = scratch->depth * scratch->depth;
+        const std::int64_t left = (rows + 31) / 32 * 32 * scratch->depth, right = kGroupColumns * scratch->depth;
         for (Halves* halves : {&scratch->source, &scratch->kept, &scratch->right})
             for (std::uint16_t** part : {&halves->high, &halves->low})
                 *part = reinterpret_cast<std::uint16_t*>(take((halves == &scratch->right ? right : left) * 2));
@@ -66,19 +66,23 @@ void clear(const Halves& halves, std::int64_t count) {
     if (halves.has_low) std::memset(halves.low, 0, static_cast<std::size_t>(count) * 2);
 }
 
-// Packs Q, or its transpose, as the right operand: tile (c, k) holds rows 32 k .. and columns 16 c .. of it, rows in
-// pairs: [pair, column, which of the pair].
+// Packs columns `first` to `last` of Q, or of its transpose, as the right operand: tile (c, k) holds rows 32 k .. and
+// columns first + 16 c .. of it, rows in pairs: [pair, column, which of the pair].
 template <bool kTransposed, class Q>
-void pack(const Q* basis, std::int64_t width, BlockScratch& scratch) {
-    const std::int64_t depth_tiles = scratch.depth / kTileDepth;
-    for (std::int64_t a = 0; a < width; ++a)
-        for (std::int64_t b = 0; b < width; ++b) {
-            const std::int64_t k = kTransposed ? b : a, column = kTransposed ? a : b;
-            const std::int64_t tile = column / kTileSide * depth_tiles + k / kTileDepth;
-            const std::int64_t at =
-                tile * kTileSize + k % kTileDepth / 2 * 2 * kTileSide + column % kTileSide * 2 + k % 2;
-            take_apart(basis[a * width + b], scratch.right.high + at, scratch.right.low + at);
-        }
+void pack(const Q* basis, std::int64_t width, std::int64_t first, std::int64_t last, BlockScratch& scratch) {
+    const auto pack_one = [&](std::int64_t k, std::int64_t column) {
+        const std::int64_t tile = (column - first) / kTileSide * (scratch.depth / kTileDepth) + k / kTileDepth;
+        const std::int64_t at = tile * kTileSize + k % kTileDepth / 2 * 2 * kTileSide + column % kTileSide * 2 + k % 2;
+        take_apart(basis[kTransposed ? column * width + k : k * width + column], scratch.right.high + at,
+                   scratch.right.low + at);
+    };
+    if constexpr (kTransposed) {  // either way along the rows of Q
+        for (std::int64_t column = first; column < last; ++column)
+            for (std::int64_t k = 0; k < width; ++k) pack_one(k, column);
+    } else {
+        for (std::int64_t k = 0; k < width; ++k)
+            for (std::int64_t column = first; column < last; ++column) pack_one(k, column);
+    }
 }
 
 // Adds the product of one depth's tiles, rows from `left` and columns from `right` on, to the sums in the unit.
@@ -94,12 +98,12 @@ DOBB_INLINE void multiply_tiles(MatrixUnit& unit, const std::uint16_t* left, con
     if constexpr (MatrixUnit::kRowTiles > 1 && MatrixUnit::kColumnTiles > 1) unit.multiply<1, 1>();
 }
 
-// scratch.sums = kGroupRows rows of `left` from `row` on, times kGroupColumns columns of scratch.right.
-DOBB_INLINE void multiply_group(const Halves& left, std::int64_t row, std::int64_t column, BlockScratch& scratch) {
+// scratch.sums = kGroupRows rows of `left` from `row` on, times scratch.right.
+DOBB_INLINE void multiply_group(const Halves& left, std::int64_t row, BlockScratch& scratch) {
     MatrixUnit unit;
     unit.clear_sums();
     const std::int64_t depth_tiles = scratch.depth / kTileDepth;
-    std::int64_t from = row * scratch.depth, to = column / kTileSide * depth_tiles * kTileSize;
+    std::int64_t from = row * scratch.depth, to = 0;
     for (std::int64_t k = 0; k < depth_tiles; ++k, from += kTileDepth, to += kTileSize) {
         multiply_tiles(unit, left.high + from, scratch.right.high + to, scratch);
         if (left.has_low) multiply_tiles(unit, left.low + from, scratch.right.high + to, scratch);
@@ -147,16 +151,20 @@ std::int64_t groups(std::int64_t width, std::int64_t rows) {
 // How often `compute` calls advance() for one block.
 std::int64_t calls_of_compute(std::int64_t width, std::int64_t rows) { return rows + 2 * groups(width, rows); }
 
-// Calls `take(row, column, rows, columns)` for each group of `left` times scratch.right, with the sums in place.
-template <class TakeSums>
-void multiply(const Halves& left, const Tile& tile, BlockScratch& scratch, Traffic& traffic, TakeSums take_sums) {
-    for (std::int64_t row = 0; row < tile.rows; row += kGroupRows)
-        for (std::int64_t column = 0; column < tile.width; column += kGroupColumns) {
+// Calls `take_sums(row, column, rows, columns)` for each group of `left` times Q or its transpose, with the sums in
+// place. Q is packed for one group of columns at a time: all of a wide one would be more memory than the update's own.
+template <bool kTransposed, class Q, class TakeSums>
+void multiply(const Halves& left, const Q* basis, const Tile& tile, BlockScratch& scratch, Traffic& traffic,
+              TakeSums take_sums) {
+    for (std::int64_t column = 0; column < tile.width; column += kGroupColumns) {
+        const std::int64_t columns = tile.width - column < kGroupColumns ? tile.width - column : kGroupColumns;
+        pack<kTransposed>(basis, tile.width, column, column + columns, scratch);
+        for (std::int64_t row = 0; row < tile.rows; row += kGroupRows) {
             traffic.advance();
-            multiply_group(left, row, column, scratch);
-            take_sums(row, column, tile.rows - row < kGroupRows ? tile.rows - row : kGroupRows,
-                      tile.width - column < kGroupColumns ? tile.width - column : kGroupColumns);
+            multiply_group(left, row, scratch);
+            take_sums(row, column, tile.rows - row < kGroupRows ? tile.rows - row : kGroupRows, columns);
         }
+    }
 }
 
 // Passes 2 and 3 for one tile. Returns how many coefficients are not finite.
@@ -170,7 +178,7 @@ std::int64_t compute(const Tile& tile, const Q* basis, const float* scales, cons
     if (scratch.depth != tile.width || padded_rows != tile.rows) {
         clear(scratch.source, padded_rows * scratch.depth);
         clear(scratch.kept, padded_rows * scratch.depth);
-        clear(scratch.right, scratch.depth * scratch.depth);
+        clear(scratch.right, kGroupColumns * scratch.depth);
     }
     for (std::int64_t r = 0; r < tile.rows; ++r) {
         traffic.advance();
@@ -179,24 +187,22 @@ std::int64_t compute(const Tile& tile, const Q* basis, const float* scales, cons
         for (std::int64_t c = 0; c < tile.width; ++c) take_apart(values[c], high + c, low + c);
     }
     std::int64_t not_finite = 0;
-    pack<false>(basis, tile.width, scratch);
-    multiply(scratch.source, tile, scratch, traffic,
-             [&](std::int64_t row, std::int64_t column, std::int64_t rows, std::int64_t columns) {
-                 for (std::int64_t r = 0; r < rows; ++r) {
-                     const float* sums = scratch.sums + r * kGroupColumns;
-                     const std::int64_t at = (row + r) * scratch.depth + column;
-                     not_finite += scales ? keep_scaled(sums, scales + column, columns, scratch.kept.high + at,
-                                                        scratch.kept.low + at)
-                                          : keep_signs(sums, columns, scratch.kept.high + at);
-                 }
-             });
-    pack<true>(basis, tile.width, scratch);
-    multiply(scratch.kept, tile, scratch, traffic,
-             [&](std::int64_t row, std::int64_t column, std::int64_t rows, std::int64_t columns) {
-                 for (std::int64_t r = 0; r < rows; ++r)
-                     std::memcpy(tile.values + (row + r) * tile.stride + column, scratch.sums + r * kGroupColumns,
-                                 static_cast<std::size_t>(columns) * sizeof(float));
-             });
+    multiply<false>(scratch.source, basis, tile, scratch, traffic,
+                    [&](std::int64_t row, std::int64_t column, std::int64_t rows, std::int64_t columns) {
+                        for (std::int64_t r = 0; r < rows; ++r) {
+                            const float* sums = scratch.sums + r * kGroupColumns;
+                            const std::int64_t at = (row + r) * scratch.depth + column;
+                            not_finite += scales ? keep_scaled(sums, scales + column, columns, scratch.kept.high + at,
+                                                               scratch.kept.low + at)
+                                                 : keep_signs(sums, columns, scratch.kept.high + at);
+                        }
+                    });
+    multiply<true>(scratch.kept, basis, tile, scratch, traffic,
+                   [&](std::int64_t row, std::int64_t column, std::int64_t rows, std::int64_t columns) {
+                       for (std::int64_t r = 0; r < rows; ++r)
+                           std::memcpy(tile.values + (row + r) * tile.stride + column, scratch.sums + r * kGroupColumns,
+                                       static_cast<std::size_t>(columns) * sizeof(float));
+                   });
     return not_finite;
 }
 

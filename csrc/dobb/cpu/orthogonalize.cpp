@@ -46,6 +46,9 @@ constexpr double kFirstOrder = 1e-3;
 // Squared pivots of the gram of unit columns below this let rounding dominate: the factor is computed with a shift.
 constexpr float kSmallPivot = 1e-5f;
 
+// What is added on top of the usual shift where that was too small: this many times as much.
+constexpr float kLargerShift = 8;
+
 // Runs f on one thread, inside a parallel region, where any BLAS and LAPACK take no further threads. Without that they
 // would share out the work, and round otherwise than where every thread has a block of its own.
 void alone(c10::function_ref<void()> f) {
@@ -77,7 +80,16 @@ struct Deviation {
     double frobenius;  // ||Q^T Q - I||_F
 };
 
-// The upper triangle of `gram` becomes that of Q^T Q - I, given Q^T; below it is anything.
+double squared_norm(const float* row, std::int64_t width) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (std::int64_t c = 0; c < width; ++c) sum += static_cast<double>(row[c]) * row[c];
+    return sum;
+}
+
+// The upper triangle of `gram` becomes that of Q^T Q - I, given Q^T; below it is anything. The diagonal comes from
+// sums in fp64: all its terms are positive, and those of nearly equal features nearly equal, so that fp32 products
+// round each of them the same way and add up to 1e-5, which would go uncorrected.
 Deviation deviation(at::Tensor& gram, const at::Tensor& transposed) {
     const std::int64_t width = gram.size(0);
     for_each_tile(width, [&](std::int64_t first, std::int64_t count) {
@@ -88,11 +100,12 @@ Deviation deviation(at::Tensor& gram, const at::Tensor& transposed) {
         }
     });
     float* entries = gram.mutable_data_ptr<float>();
+    const float* vectors = transposed.const_data_ptr<float>();
     float largest = 0;
     double sum = 0;
     for (std::int64_t r = 0; r < width; ++r) {
         float* row = entries + r * width;
-        row[r] -= 1;
+        row[r] = static_cast<float>(squared_norm(vectors + r * width, width) - 1);
         float row_largest = 0, row_sum = 0;
 #pragma omp simd reduction(max : row_largest) reduction(+ : row_sum)
         for (std::int64_t c = r + 1; c < width; ++c) {
@@ -158,12 +171,18 @@ Factor factorise(const at::Tensor& gram) {
     return result;
 }
 
-// The factor, shifted where the columns are nearly dependent.
+// The factor, shifted where the columns are nearly dependent. LAPACK's builds for other processors sum in other orders;
+// where the usual shift is not above what one rounds, a larger one is, and the next passes make up for it.
 Factor factorise_or_shift(at::Tensor& gram) {
     Factor factor = factorise(gram);
     if (factor.ok && factor.smallest_pivot >= kSmallPivot) return factor;
-    add_to_diagonal(gram, kShiftPerColumn * static_cast<float>(gram.size(0)));
-    return factorise(gram);
+    const float usual = kShiftPerColumn * static_cast<float>(gram.size(0));
+    for (const float shift : {usual, kLargerShift * usual}) {
+        add_to_diagonal(gram, shift);
+        factor = factorise(gram);
+        if (factor.ok) break;
+    }
+    return factor;
 }
 
 // matrix <- matrix R^-1, given and returned as its transpose
