@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_cases import (
+    MATRIX_UNITS,
     SETTINGS,
     Case,
     cases,
@@ -29,11 +30,6 @@ from megatron_dobb.blocks import Shard
 SOURCE = Path(__file__).with_name("matrix_units.cpp")
 COMPILER = os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-
-# Of a product of two numbers, each high + low in bf16 or rounded to bf16.
-ROUNDING = {True: 3 * 2.0**-18, False: 3 * 2.0**-9}
-# Of the step: what high + low leave of Q, or Q rounded to bf16.
-RELATIVE = {True: 2e-5, False: 2.0**-8}
 
 
 @dataclasses.dataclass
@@ -97,7 +93,7 @@ def test_signs_momentum_and_update_agree_with_float64(emulated, case, nesterov, 
     options = SETTINGS | {"nesterov": nesterov}
     after = copied(case)
     assert emulated.update(after, options, exact=exact, rows=unit[0], blocks=unit[1]) == 0
-    check_against_float64(case, after, options, relative=RELATIVE[exact], rounding=ROUNDING[exact])
+    check_against_float64(case, after, options, **MATRIX_UNITS[exact])
 
 
 @settings(max_examples=40, deadline=None)
@@ -105,7 +101,7 @@ def test_signs_momentum_and_update_agree_with_float64(emulated, case, nesterov, 
 def test_scaled_coefficients_agree_with_float64(emulated, case, exact, unit):
     after, scales = copied(case), [random_scales(made) for made in case.segments]
     assert emulated.update(after, SETTINGS, exact=exact, rows=unit[0], blocks=unit[1], column_scales=scales) == 0
-    check_scaled_against_float64(case, after, scales, SETTINGS, relative=RELATIVE[exact], rounding=ROUNDING[exact])
+    check_scaled_against_float64(case, after, scales, SETTINGS, **MATRIX_UNITS[exact])
 
 
 @pytest.mark.parametrize("width", [1, 7, 48, 100, 176])
@@ -118,7 +114,7 @@ def test_ranges_with_partial_rows_at_both_ends_agree_with_float64(emulated, widt
     case = Case([made], [gradient])
     after, copies = copied(case), [torch.zeros(made.shard.numel, dtype=torch.bfloat16)]
     assert emulated.update(after, SETTINGS, copies=copies) == 0
-    check_against_float64(case, after, SETTINGS, relative=RELATIVE[True], rounding=ROUNDING[True])
+    check_against_float64(case, after, SETTINGS, **MATRIX_UNITS[True])
     assert torch.equal(copies[0], after.segments[0].weight.bfloat16())
 
 

@@ -10,7 +10,7 @@ import torch
 from compiled import KERNELS, C, needs_extension
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from update_cases import SETTINGS, Case, cases, check_against_float64, copied, in_float64, segment, signs_of
+from update_cases import SETTINGS, Case, bounds_of, cases, check_against_float64, copied, in_float64, segment, signs_of
 
 from megatron_dobb import extension, ops, reference
 from megatron_dobb.blocks import Shard
@@ -26,7 +26,7 @@ def test_signs_momentum_and_update_agree_with_float64(kernel, case, nesterov, le
     options = SETTINGS | {"nesterov": nesterov, "learning_rate": learning_rate}
     after = copied(case)
     ops.update(after.segments, after.gradients, **options, backend="extension")
-    check_against_float64(case, after, options)
+    check_against_float64(case, after, options, **bounds_of(kernel))
 
 
 @needs_extension
@@ -39,7 +39,7 @@ def test_ordinary_widths_with_many_rows_agree_with_float64(kernel, width, precis
     case = Case([made], [gradient])
     after = copied(case)
     ops.update(after.segments, after.gradients, **SETTINGS, backend="extension", precision=precision)
-    check_against_float64(case, after, SETTINGS)
+    check_against_float64(case, after, SETTINGS, **bounds_of(kernel, precision))
 
 
 @needs_extension
@@ -51,7 +51,7 @@ def test_every_wrap_around_a_row_end_uses_the_right_basis(start, blocks):
     case = Case([made], [gradient])
     after = copied(case)
     ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
-    check_against_float64(case, after, SETTINGS)
+    check_against_float64(case, after, SETTINGS, **bounds_of(KERNELS[0]))
 
 
 @needs_extension
@@ -348,7 +348,7 @@ def test_an_expanded_gradient_is_as_good_as_another():
     case = Case([made], [torch.ones(1).expand(64)])
     after = copied(case)
     ops.update(after.segments, after.gradients, **SETTINGS, backend="extension")
-    check_against_float64(case, after, SETTINGS)
+    check_against_float64(case, after, SETTINGS, **bounds_of(KERNELS[0]))
 
 
 @needs_extension

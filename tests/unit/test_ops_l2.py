@@ -7,7 +7,7 @@ import torch
 from compiled import KERNELS, C, needs_extension
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from update_cases import SETTINGS, Case, cases, check_scaled_against_float64, copied, random_scales, segment
+from update_cases import SETTINGS, Case, bounds_of, cases, check_scaled_against_float64, copied, random_scales, segment
 
 from megatron_dobb import ops, reference
 from megatron_dobb.blocks import Shard
@@ -23,7 +23,7 @@ def test_scaled_coefficients_agree_with_float64(kernel, case, nesterov, seed):
     options = SETTINGS | {"nesterov": nesterov}
     after, scales = copied(case), [random_scales(made, seed) for made in case.segments]
     ops.update(after.segments, after.gradients, **options, backend="extension", column_scales=scales)
-    check_scaled_against_float64(case, after, scales, options)
+    check_scaled_against_float64(case, after, scales, options, **bounds_of(kernel))
 
 
 @needs_extension
@@ -35,7 +35,7 @@ def test_scaled_coefficients_of_ordinary_widths_with_many_rows_agree_with_float6
     case = Case([made], [gradient])
     after, scales = copied(case), [random_scales(made)]
     ops.update(after.segments, after.gradients, **SETTINGS, backend="extension", column_scales=scales)
-    check_scaled_against_float64(case, after, scales, SETTINGS)
+    check_scaled_against_float64(case, after, scales, SETTINGS, **bounds_of(kernel))
 
 
 @settings(max_examples=50, deadline=None)

@@ -65,6 +65,19 @@ def shards(draw):
     return Shard(first * width, last * width, blocks * width, width)
 
 
+# Bounds for checks against float64 by precision "exact" or not. `relative` is the error of the step: what high + low in
+# bf16 leave of Q, or Q rounded to bf16. `rounding` is that of a product of two such numbers.
+MATRIX_UNITS = {
+    True: {"relative": 2e-5, "rounding": 3 * 2.0**-18},
+    False: {"relative": 2.0**-8, "rounding": 3 * 2.0**-9},
+}
+
+
+def bounds_of(kernel, precision="exact"):
+    """Keyword arguments of the checks against float64 for a CPU kernel: vectors calculate in fp32 throughout."""
+    return MATRIX_UNITS[precision == "exact"] if kernel in ("amx", "avx512bf16") else {}
+
+
 @st.composite
 def cases(draw):
     made = [
