@@ -1,8 +1,7 @@
-// The Python module megatron_dobb._C. Importing it registers the ops; each topic does that in its own file.
+// The Python module megatron_dobb._C. Importing it registers operators; each topic adds its own, and its functions.
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
-#include "dobb/cpu/kernels.h"
+#include "module.h"
 
 #ifndef DOBB_CUDA_ARCHITECTURES
 #define DOBB_CUDA_ARCHITECTURES ""
@@ -19,7 +18,5 @@ PYBIND11_MODULE(_C, module) {
 #else
     module.attr("parallel") = false;  // at::parallel_for is a plain loop
 #endif
-    module.def("supported_cpu_kernels", &dobb::cpu::supported_kernels);
-    module.def("chosen_cpu_kernel", &dobb::cpu::chosen_kernel);
-    module.def("choose_cpu_kernel", &dobb::cpu::choose_kernel);
+    for (const dobb::DefineFunctions define : dobb::module_functions()) define(module);
 }

@@ -1,4 +1,4 @@
-// dobb::gram_: checks, shared by all devices.
+// dobb::gram_: sums of x_j x_j^T over tokens, for every block of features. Checks, shared by all devices.
 #pragma once
 
 #include <ATen/core/Tensor.h>

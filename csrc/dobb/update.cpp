@@ -9,12 +9,6 @@
 namespace dobb {
 namespace {
 
-const char* const kSchema =
-    "update(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor[] bases, Tensor(c!)[] copies, "
-    "Tensor[] column_scales, int[] starts, int[] columns, int width, float[] scales, float decay, float momentum, bool "
-    "nesterov, "
-    "str precision, str norm) -> Tensor";
-
 template <class T>
 T* data(const at::Tensor& tensor) {
     return static_cast<T*>(tensor.data_ptr());
@@ -180,7 +174,5 @@ std::vector<Segment> describe(const UpdateArguments& a) {
 at::Tensor no_bad_coefficients(at::TensorList weights) { return at::zeros({1}, weights[0].options().dtype(at::kLong)); }
 
 }  // namespace dobb
-
-TORCH_LIBRARY_FRAGMENT(dobb, library) { library.def(dobb::kSchema, {at::Tag::pt2_compliant_tag}); }
 
 TORCH_LIBRARY_IMPL(dobb, Meta, library) { library.impl("update", dobb::update_meta); }

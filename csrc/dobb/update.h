@@ -1,4 +1,4 @@
-// dobb::update: one step of Dobb for all segments of one block width. Schema and checks, shared by all devices.
+// dobb::update: one step of Dobb for all segments of one block width. Checks, shared by all devices.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -11,6 +11,8 @@
 #define DOBB_ISA emulated
 #include "common/cpu/vector_plain.h"
 //
+#include "common/cpu/scalars.h"
+//
 #include "dobb/cpu/job.h"
 //
 #include "dobb/cpu/traffic.h"

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernel_choice.h"
+
 namespace dobb {
 namespace {
 

@@ -4,7 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 
-#include "update_task.h"
+#include "kernel.h"
 
 namespace dobb {
 

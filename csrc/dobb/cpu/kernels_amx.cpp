@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernel.h"
 #include "update_task.h"
 
 DOBB_TARGET(DOBB_AMX)
@@ -18,6 +19,8 @@ DOBB_TARGET(DOBB_AMX)
 #include "common/cpu/vector_avx512.h"
 //
 #include "common/cpu/products.h"
+//
+#include "common/cpu/scalars.h"
 //
 #include "job.h"
 //

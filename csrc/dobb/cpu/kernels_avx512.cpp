@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernel.h"
 #include "update_task.h"
 
 DOBB_TARGET(DOBB_AVX512)
@@ -14,6 +15,8 @@ DOBB_TARGET(DOBB_AVX512)
 #include "common/cpu/vector_avx512.h"
 //
 #include "common/cpu/products.h"
+//
+#include "common/cpu/scalars.h"
 //
 #include "job.h"
 //

@@ -2,12 +2,15 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernel.h"
 #include "update_task.h"
 
 #define DOBB_ISA plain
 #include "common/cpu/vector_plain.h"
 //
 #include "common/cpu/products.h"
+//
+#include "common/cpu/scalars.h"
 //
 #include "job.h"
 //

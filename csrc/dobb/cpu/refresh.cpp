@@ -1,4 +1,4 @@
-// dobb::refresh_basis: Q <- orth(A Q) for every block on a CPU. Schema, checks, CPU and Meta.
+// dobb::refresh_basis: Q <- orth(A Q) for every block on a CPU. Checks, CPU and Meta.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -105,13 +105,6 @@ std::tuple<at::Tensor, at::Tensor> refresh_basis_meta(const at::Tensor& moment, 
 
 }  // namespace
 }  // namespace dobb
-
-TORCH_LIBRARY_FRAGMENT(dobb, library) {
-    library.def(
-        "refresh_basis(Tensor moment, Tensor basis, str method, int iterations) -> (Tensor basis_out, Tensor "
-        "fell_back)",
-        {at::Tag::pt2_compliant_tag});
-}
 
 TORCH_LIBRARY_IMPL(dobb, CPU, library) { library.impl("refresh_basis", dobb::refresh_basis_cpu); }
 TORCH_LIBRARY_IMPL(dobb, Meta, library) { library.impl("refresh_basis", dobb::refresh_basis_meta); }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "kernel_choice.h"
 #include "update_task.h"
 
 namespace dobb::cpu {

@@ -44,11 +44,11 @@ struct Kind {
     Products products;
     bool basis_is_bf16, aligned;
 
-    bool usual() const { return basis_is_bf16 && aligned && !products.unit_columns; }
+    bool signs_bf16() const { return basis_is_bf16 && aligned && !products.unit_columns; }
 };
 
 template <int kSteps>
-struct Usual {
+struct FusedSignsBf16 {
     static Choice choose(std::int64_t width, const Kind& kind) {
         const auto of = [&]<class V>(V) {
             return Choice{kTileRows, shared_bytes<V>(width, V::kAligned), &launch_fused<V>};
@@ -59,7 +59,7 @@ struct Usual {
 };
 
 template <int kSteps>
-struct Other {
+struct FusedFp32L2Misaligned {
     template <bool kUnitColumns, bool kAligned>
     static Choice of(std::int64_t width, bool basis_is_bf16) {
         using One = Variant<kSteps, 2, 1, kUnitColumns, kAligned>;
@@ -79,7 +79,7 @@ struct Other {
 };
 
 template <int kSteps>
-struct Wide {
+struct StreamedSignsBf16 {
     static Choice choose(std::int64_t, const Kind& kind) {
         const auto of = []<class V>(V) { return Choice{V::kRows, V::kSharedBytes, &launch_streamed<V>}; };
         return kind.products.exact ? of(Streamed<kSteps, 2>{}) : of(Streamed<kSteps, 1>{});
@@ -98,9 +98,10 @@ Choice choose_steps(std::int64_t width, const Kind& kind) {
 
 Choice choose(const Segment& segment, std::int64_t width, const Products& products) {
     const Kind kind = {products, segment.basis_is_bf16, is_aligned(segment, width)};
-    if (!kind.usual()) return choose_steps<Other, DOBB_OTHER_STEPS>(width, kind);
-    const Choice choice = choose_steps<Usual, DOBB_USUAL_STEPS>(width, kind);
-    return choice.launch ? choice : choose_steps<Wide, DOBB_STREAMED_STEPS>(width, kind);
+    if (!kind.signs_bf16())
+        return choose_steps<FusedFp32L2Misaligned, DOBB_FUSED_FP32_L2_MISALIGNED_STEPS>(width, kind);
+    const Choice choice = choose_steps<FusedSignsBf16, DOBB_FUSED_SIGNS_BF16_STEPS>(width, kind);
+    return choice.launch ? choice : choose_steps<StreamedSignsBf16, DOBB_STREAMED_SIGNS_BF16_STEPS>(width, kind);
 }
 
 template <bool kAligned>

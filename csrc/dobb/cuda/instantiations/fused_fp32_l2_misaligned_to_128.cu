@@ -3,6 +3,6 @@
 
 namespace dobb::cuda {
 
-DOBB_OTHER(, 8)
+DOBB_FUSED_FP32_L2_MISALIGNED(, 8)
 
 }  // namespace dobb::cuda

@@ -3,6 +3,6 @@
 
 namespace dobb::cuda {
 
-DOBB_OTHER(, 16)
+DOBB_FUSED_FP32_L2_MISALIGNED(, 16)
 
 }  // namespace dobb::cuda

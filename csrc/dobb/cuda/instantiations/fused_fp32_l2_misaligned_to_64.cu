@@ -3,7 +3,7 @@
 
 namespace dobb::cuda {
 
-DOBB_OTHER(, 2)
-DOBB_OTHER(, 4)
+DOBB_FUSED_FP32_L2_MISALIGNED(, 2)
+DOBB_FUSED_FP32_L2_MISALIGNED(, 4)
 
 }  // namespace dobb::cuda

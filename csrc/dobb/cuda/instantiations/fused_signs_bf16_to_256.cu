@@ -3,9 +3,9 @@
 
 namespace dobb::cuda {
 
-DOBB_USUAL(, 6)
-DOBB_USUAL(, 8)
-DOBB_USUAL(, 12)
-DOBB_USUAL(, 16)
+DOBB_FUSED_SIGNS_BF16(, 6)
+DOBB_FUSED_SIGNS_BF16(, 8)
+DOBB_FUSED_SIGNS_BF16(, 12)
+DOBB_FUSED_SIGNS_BF16(, 16)
 
 }  // namespace dobb::cuda

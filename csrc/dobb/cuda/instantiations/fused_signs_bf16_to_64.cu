@@ -3,9 +3,9 @@
 
 namespace dobb::cuda {
 
-DOBB_USUAL(, 1)
-DOBB_USUAL(, 2)
-DOBB_USUAL(, 3)
-DOBB_USUAL(, 4)
+DOBB_FUSED_SIGNS_BF16(, 1)
+DOBB_FUSED_SIGNS_BF16(, 2)
+DOBB_FUSED_SIGNS_BF16(, 3)
+DOBB_FUSED_SIGNS_BF16(, 4)
 
 }  // namespace dobb::cuda

@@ -3,8 +3,8 @@
 
 namespace dobb::cuda {
 
-DOBB_STREAMED(, 20)
-DOBB_STREAMED(, 26)
-DOBB_STREAMED(, 32)
+DOBB_STREAMED_SIGNS_BF16(, 20)
+DOBB_STREAMED_SIGNS_BF16(, 26)
+DOBB_STREAMED_SIGNS_BF16(, 32)
 
 }  // namespace dobb::cuda
