@@ -9,7 +9,7 @@ from megatron_dobb.config import DobbConfig
 from megatron_dobb.owners import work
 from megatron_dobb.schedule import phases
 
-from ..reproduction import payload
+from ..common import payload
 from .buffers import Buffer, Chosen, Managed, choose, lay_out
 from .parameters import Parameter, parameters_of_chunk
 from .ranks import RankKind, StageRanks, ranks_of_stage

@@ -9,7 +9,7 @@ from megatron_dobb.costs import SUM_BYTES, RankCosts, WidthCosts, momentum_costs
 from megatron_dobb.megatron.shapes import MomentSet, check_split_expert, column_set, moment_set
 from megatron_dobb.owners import Ownership, work
 
-from ..reproduction import payload
+from ..common import payload
 from .buffers import Buffer, Managed
 from .sizes import Parallel
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.tables import Result
 from .finished_runs import FinishedRuns, Record, finish
 from .paper import FINAL_LOSS
-from .results import Result, standard_error
+from .results import standard_error
 from .runs import Method, Run, Size
 from .watch import Watch
 

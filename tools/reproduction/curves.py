@@ -4,8 +4,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from ..common.tables import Result
 from .comparison import Outcome, draw_curves
-from .results import Result, save_plot, standard_error
+from .results import save_plot, standard_error
 
 
 def by_time(outcomes: dict[str, Outcome]) -> Result:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import payload
+from ..common import payload
+from ..common.tables import Result
 from .optimizers import newton_schulz
-from .results import Command, Result
+from .results import Command
 from .runs import Method, MissingPart, dobb
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"

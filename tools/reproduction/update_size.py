@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from megatron_dobb import Dobb, reference
 
+from ..common.tables import Result
 from .dion import Dion
 from .optimizers import UPDATE_SCALE, Muon, tensors_of
-from .results import Command, Result
+from .results import Command
 from .runs import METHODS, Method
 
 SHAPES = ((256, 256), (256, 1024), (1024, 256))
