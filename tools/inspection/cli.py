@@ -22,7 +22,7 @@ from .sources import open_checkpoint
 from .tables import draw, facts_table, health_table, weights_table
 
 FORMAT = 1
-"""Of the JSON: keys are only added while it stays the same."""
+"""Version of the JSON; keys are only added while it stays the same."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -56,11 +56,11 @@ class Index(FileSystemReader):
         self.storage_data = found.storage_data
 
     def is_tensor(self, key: str) -> bool:
-        """Whether there is a tensor of this key."""
+        """True if there is a tensor of this key."""
         return isinstance(self.entries.get(key), TensorStorageMetadata)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Shape of a whole tensor."""
         return tuple(self.entries[key].size)
 
     def chunks(self, key: str) -> list[ChunkStorageMetadata]:

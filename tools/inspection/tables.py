@@ -34,7 +34,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Figures], Cell]], ...] = (
 
 
 def facts_table(facts: Facts, path: Path, names: int) -> Result:
-    """What the checkpoint says of its run."""
+    """Table of the facts on the run."""
 
     def text(value: Any) -> str:
         return "not in this checkpoint" if value is None else str(value)
@@ -85,7 +85,7 @@ def weights_table(figures: Sequence[Figures]) -> Result:
 
 
 def kind_of(name: str) -> str:
-    """What all layers and experts call a weight: its name without the numbers that count them."""
+    """Name of a weight that all layers and experts share, without the numbers that count them."""
     return _COUNTED.sub("*", name)
 
 
@@ -109,7 +109,7 @@ def _range(cells: Sequence[Cell]) -> Cell:
 
 
 def health_table(found: Sequence[Finding]) -> Result:
-    """What looks unhealthy, in which weights, and what to do."""
+    """Table of the unhealthy signs, their weights and the advice."""
     rows: list[Sequence[Cell]] = [(each.sign, _worst(each), each.limit, each.meaning, each.advice) for each in found]
     return Result("What looks unhealthy", ("sign", "weights", "when", "it means", "do"), rows, words=True)
 

@@ -64,7 +64,7 @@ class _Careful:
 
 
 def load(file: Any) -> Any:
-    """What `torch.save` wrote to a path or an open file; tensors of a path stay on disk until they are looked at."""
+    """Load what `torch.save` wrote to a path or an open file; tensors of a path stay on disk until they are used."""
     if isinstance(file, Path):
         try:
             return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Careful)

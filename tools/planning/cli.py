@@ -1,4 +1,4 @@
-"""What Dobb would cost on a model and a parallel layout: blocks, padding, memory, bytes and time of its ranks."""
+"""Plan what Dobb would cost on a model and a parallel layout: blocks, padding, memory, bytes and time of its ranks."""
 
 import json
 import sys

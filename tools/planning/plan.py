@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan: a model, a layout, Dobb's settings and the machine's rates."""
+    """Input of a plan: a model, a layout, Dobb's settings and the machine's rates."""
 
     sizes: ModelSizes
     parallel: Parallel

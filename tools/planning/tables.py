@@ -171,7 +171,7 @@ def _times(data: dict[str, Any]) -> Result:
 
 
 def _about_variants(dobb: dict[str, Any]) -> list[str]:
-    """What the times of a variant contain more than those of the sign on the input side."""
+    """Extra work in the times of a variant, beside the sign on the input side."""
     more = []
     if dobb["norm"] == "l2":
         more.append("column norms from a second projection, in fp32 and plain PyTorch")
@@ -183,7 +183,7 @@ def _about_variants(dobb: dict[str, Any]) -> list[str]:
 
 
 def refusal_table(alternatives: Sequence[dict[str, Any]]) -> Result:
-    """What would work instead."""
+    """Table of the alternatives to a layout that does not work."""
     rows = [(each["what"], each["unit"], f"{100 * each['padding']:.3f} %") for each in alternatives]
     notes = [] if rows else ["Nothing that was tried works for all weights: use --blocks-for, or --exclude."]
     return Result("What would work for the same model", ("flags", "alignment unit", "padding"), rows, notes)

@@ -16,7 +16,7 @@ from .watch import Watch
 
 EXTENSIONS = 2
 COLOURS = 10
-"""How many curves have colours of their own in matplotlib; further ones differ in their dashes."""
+"""Number of curves with colours of their own in matplotlib; further ones differ in their dashes."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What a comparison found for one method: losses by rate (seed 0), its best rate, and its runs at that rate."""
+    """Result of a comparison for one method: losses by rate (seed 0), its best rate, and its runs at that rate."""
 
     losses: dict[float, float | None]
     best: float | None
