@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron_dobb import build_info
 from megatron_dobb.errors import DobbError
 from megatron_dobb.kernels import dispatch
@@ -29,29 +31,25 @@ from megatron_dobb.methods.dobb import kernels
 from megatron_dobb.methods.dobb.blocks import block_width
 from megatron_dobb.methods.dobb.moment import refresh_
 from megatron_dobb.sharding.segment import Segment, Shard
+from tools.planning.presets import PRESETS
 
 BYTES_PER_ELEMENT = 20
 HEAD_START_CYCLES = 50_000_000  # about 25 ms of a GPU
-GPT2 = {"small": (12, 768), "medium": (24, 1024), "large": (36, 1280), "xl": (48, 1600)}
-LLAMA3 = {"8b": (32, 4096, 1024, 14336), "70b": (80, 8192, 1024, 28672)}  # layers, width, keys and values, FFN
+MODELS = {name: sizes for name, sizes in PRESETS.items() if not sizes.num_experts}
 
 
 def shapes_of(model: str, layers: int | None) -> list[tuple[int, int]]:
     """Rows and columns of every matrix of the layers, QKV and gate/up fused as in Megatron."""
-    family, _, size = model.partition("-")
-    if family == "gpt2":
-        depth, n = GPT2[size]
-        layer = [(3 * n, n), (n, n), (4 * n, n), (n, 4 * n)]
-    else:
-        depth, n, kv, ffn = LLAMA3[size]
-        layer = [(n + 2 * kv, n), (n, n), (2 * ffn, n), (n, ffn)]
-    return layer * (layers or depth)
+    sizes = MODELS[model]
+    n, heads = sizes.hidden_size, sizes.num_attention_heads * sizes.head
+    qkv = heads + 2 * sizes.query_groups * sizes.head
+    layer = [(qkv, n), (n, heads), (sizes.ffn * (2 if sizes.swiglu else 1), n), (n, sizes.ffn)]
+    return layer * (layers or sizes.num_layers)
 
 
 def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    models = [f"gpt2-{size}" for size in GPT2] + [f"llama3-{size}" for size in LLAMA3]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=models, default="gpt2-small")
+    parser.add_argument("--model", choices=tuple(MODELS), default="gpt2-small")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, to fit in memory")
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--basis-dtype", choices=("bf16", "fp32"), default="bf16")

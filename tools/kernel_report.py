@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Whether it updates by the signs of a bf16 basis, four columns at a time: what almost every step runs."""
+        """True if it updates by the signs of a bf16 basis, four columns at a time: what almost every step runs."""
         return self.name == "streamed_update" or (self.name == "fused_update" and self.numbers[2:] == (1, 0, 1))
 
 

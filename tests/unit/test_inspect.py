@@ -6,6 +6,7 @@ import os
 import shutil
 import tarfile
 from argparse import Namespace
+from collections import defaultdict
 from enum import Enum
 from pathlib import Path
 
@@ -461,9 +462,8 @@ def test_what_is_no_whole_checkpoint_of_dobb_is_refused_in_one_sentence(inspecte
 
 def test_nothing_in_a_checkpoint_is_run(inspected, tmp_path):
     made = tmp_path / "made"
-    torch.save(
-        {"other": Marker(str(made)), **torch.load(plain_file(tmp_path / "file", {"w": state_of()}))}, tmp_path / "file"
-    )
+    others = {"other": Marker(str(made)), "losses": defaultdict(list, {0: [2.0]})}
+    torch.save({**others, **torch.load(plain_file(tmp_path / "file", {"w": state_of()}))}, tmp_path / "file")
     assert inspected(tmp_path / "file")[0] == 0
     assert inspected(megatron_folder(tmp_path / "one", of_dobb(FC1, state_of()), marker=Marker(str(made))))[0] == 0
     assert not made.exists()

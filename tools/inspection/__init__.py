@@ -1,1 +1,1 @@
-"""What is in a checkpoint of Dobb: `tools/inspect.py`."""
+"""Inspect a checkpoint of Dobb: `tools/inspect.py`."""

@@ -46,7 +46,7 @@ _WAYS: tuple[tuple[Callable[[Tensor, int], list[Tensor]], Callable[[Sequence[Ten
     (_columns, lambda parts: torch.cat(list(parts), 1)),
     (_gated, _join_gated),
 )
-"""How tensor parallelism splits a weight, and how the parts make it again."""
+"""Pairs of functions: tensor parallelism's split of a weight, and the join of its parts."""
 
 
 class Buckets:
@@ -98,7 +98,7 @@ class Buckets:
 
     @functools.cached_property
     def _starts(self) -> tuple[list[tuple[str, int]], Tensor]:
-        """Where parameters, or what a rank owns of them, begin, and the first values there: `[places, _SAMPLE]`."""
+        """Starts of parameters, or of what a rank owns of them, and the first values there: `[places, _SAMPLE]`."""
         places, samples = [], []
         for key in self.index.entries:
             if _OF_BUCKETS in key and key.endswith(_PARAM) and self.index.is_tensor(key):

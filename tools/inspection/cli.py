@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -15,7 +14,7 @@ from rich.progress import Progress
 from megatron_dobb.errors import CheckpointError, ConfigError
 from megatron_dobb.methods.dobb.settings import NORMS
 
-from ..reproduction.results import show
+from ..common.tables import make_console, show, show_error
 from .contents import Source
 from .figures import Figures, figures_of
 from .health import Finding, findings, not_looked_at
@@ -23,13 +22,13 @@ from .sources import open_checkpoint
 from .tables import draw, facts_table, health_table, weights_table
 
 FORMAT = 1
-"""Of the JSON: keys are only added while it stays the same."""
+"""Version of the JSON; keys are only added while it stays the same."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Inspect, print and write; the exit status: 2 if the checkpoint cannot be read."""
     options = _parser().parse_args(words)
-    console = Console(width=None if os.isatty(1) else 170)
+    console = make_console(170)
     try:
         source = open_checkpoint(options.checkpoint)
         source.facts.norm = source.facts.norm or options.norm
@@ -54,8 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for picture in draw(figures, options.plot):
                 console.print(f"wrote {picture}", highlight=False, markup=False)
     except (CheckpointError, ConfigError, OSError) as error:
-        console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        return 2
+        return show_error(console, error)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What an opened checkpoint says of its run, and the state of each weight in it."""
+"""Contents of an opened checkpoint: facts on its run, and the state of each weight."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +16,7 @@ _NOT_OURS = "it was not saved by Dobb"
 
 @dataclass
 class Facts:
-    """What a checkpoint says of its run; None where it does not say it.
+    """Facts on the run that wrote a checkpoint; None where it does not name them.
 
     Attributes:
         kind: `megatron`, or `plain` for `megatron_dobb.Dobb`.

@@ -13,12 +13,12 @@ from megatron_dobb.methods.dobb.orthogonalize import MAX_ERROR
 from .contents import Facts, State
 
 POINTS = 65
-"""Of a spectrum, how many eigenvalues are kept."""
+"""Number of eigenvalues of a spectrum that are kept."""
 
 
 @dataclass
 class Figures:
-    """Of one weight; None where a checkpoint has nothing to tell it from.
+    """Figures of one weight; None where a checkpoint has nothing to compute them from.
 
     Attributes:
         name: of the weight in the whole model.
@@ -122,7 +122,7 @@ def _of_blocks(found: Figures, moments: Tensor, bases: Tensor) -> None:
 
 
 def _of_update(found: Figures, momentum: Tensor, bases: Tensor | None, facts: Facts) -> None:
-    """Of what the momentum `[m, n]` alone would do: `sign(M_j Q_j) Q_j^T`, or Dobb-l2's columns of unit norm."""
+    """Figures of the momentum's update alone: `sign(M_j Q_j) Q_j^T`, or Dobb-l2's columns of unit norm."""
     if any(kind != "moment" for kind in found.not_finite):
         found.no_update = f"its {' and '.join(found.not_finite)} is not finite"
         return

@@ -15,7 +15,7 @@ _ENTRY = re.compile(rf"(?P<prefix>(?:.*?\.)?)state\.(?P<name>.+)\.(?P<key>{'|'.j
 
 
 class FolderOfTorch:
-    """What `torch.distributed.checkpoint` wrote of `Dobb.state_dict()` or of its helpers' form."""
+    """Folder that `torch.distributed.checkpoint` wrote of `Dobb.state_dict()` or of its helpers' form."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -40,11 +40,11 @@ class FolderOfTorch:
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Source`."""
+        """Names of the weights on Dobb."""
         return list(self._keys)
 
     def state(self, name: str) -> State:
-        """See `Source`."""
+        """Read the state of one of them."""
         tensors = {kind: self.index.tensor(key) for kind, key in self._keys[name].items()}
         return checked(tensors, f"{self.index.folder}: {name}")
 

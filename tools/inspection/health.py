@@ -1,4 +1,4 @@
-"""What in the figures looks unhealthy: the limits of `docs/diagnostics.md`, and what it says to do."""
+"""Find figures that look unhealthy, by the limits and with the advice of `docs/diagnostics.md`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -157,7 +157,7 @@ RULES = (
 
 
 def findings(figures: Sequence[Figures], facts: Facts) -> list[Finding]:
-    """What looks unhealthy; before the first step nothing but damage does."""
+    """Find what looks unhealthy; before the first step, only damage does."""
     steps = facts.attempted_steps or 0
     found = []
     for rule in RULES:
@@ -168,7 +168,7 @@ def findings(figures: Sequence[Figures], facts: Facts) -> list[Finding]:
 
 
 def not_looked_at(figures: Sequence[Figures], facts: Facts) -> list[str]:
-    """What this checkpoint cannot tell, and why."""
+    """List what this checkpoint cannot tell, and why."""
     lines = [
         "skipped_blocks, fallback_blocks: counted from each start on, and saved in no checkpoint; see the log",
         "refresh_rotation: needs the bases before a refresh and after it; log it while training",

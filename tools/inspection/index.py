@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -54,21 +53,14 @@ class Index(FileSystemReader):
         if problem:
             raise CheckpointError(problem)
         self.entries: dict[str, Any] = entries
-        self._metadata = found
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
-        self.set_up_storage_reader(found, True)
-
-    def read_metadata(self, *args: Any, **keywords: Any) -> Metadata:
-        """The index, without opening it again."""
-        return self._metadata
+        self.storage_data = found.storage_data
 
     def is_tensor(self, key: str) -> bool:
-        """Whether there is a tensor of this key."""
+        """True if there is a tensor of this key."""
         return isinstance(self.entries.get(key), TensorStorageMetadata)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Shape of a whole tensor."""
         return tuple(self.entries[key].size)
 
     def chunks(self, key: str) -> list[ChunkStorageMetadata]:
@@ -122,12 +114,9 @@ class _Into(DefaultLoadPlanner):
         super().__init__()
         self.target, self.value = target, None
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where a piece goes."""
-        part = self.target
-        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dimension, start, length)
-        return part
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor that all pieces go into, each at its place."""
+        return self.target
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Keep an object."""

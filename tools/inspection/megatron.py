@@ -87,16 +87,16 @@ class MegatronCheckpoint:
 
     @classmethod
     def recognises(cls, index: Index) -> bool:
-        """Whether a folder is Megatron's at all."""
+        """True if a folder is Megatron's at all."""
         return bool(_common_keys(index)) or (index.folder / _COMMON_FILE).is_file()
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Source`."""
+        """Names of the weights on Dobb."""
         return list(self._prefixes)
 
     def state(self, name: str) -> State:
-        """See `Source`."""
+        """Read the state of one of them."""
         if name not in self._keys:
             return State(None, None, *self._momentum(name, None))
         keys = self._keys[name]
@@ -219,7 +219,7 @@ def _common_keys(index: Index) -> list[str]:
 
 
 def _common(index: Index) -> Mapping[str, Any]:
-    """What all ranks have in common: Megatron's arguments, and what it says of the checkpoint's content."""
+    """Load the state that all ranks share: Megatron's arguments, and its metadata on the checkpoint's content."""
     keys = _common_keys(index)
     if keys:
         found = index.other(keys[0])

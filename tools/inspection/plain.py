@@ -15,7 +15,7 @@ _DEPTH = 4  # of dictionaries around a state_dict
 
 
 class FileOfTorch:
-    """What `torch.save` wrote: `Dobb.state_dict()`, or dictionaries with it inside.
+    """File of `torch.save` with `Dobb.state_dict()`, or dictionaries with it inside.
 
     Args:
         path: for messages.
@@ -34,11 +34,11 @@ class FileOfTorch:
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Source`."""
+        """Names of the weights on Dobb."""
         return list(self._tensors)
 
     def state(self, name: str) -> State:
-        """See `Source`."""
+        """Read the state of one of them."""
         return checked(self._tensors[name], f"{self.path}: {name}")
 
 
@@ -65,7 +65,7 @@ def _of_state_dict(found: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any
 
 
 def facts_of_group(layout: str, group: Mapping[str, Any]) -> Facts:
-    """What Dobb's param group says of the run."""
+    """Facts on the run from Dobb's param group."""
     attempted, sequences = (group.get(key) for key in COUNTERS)
     return Facts(
         "plain",

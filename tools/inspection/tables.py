@@ -1,12 +1,14 @@
 """The tables and the pictures of a checkpoint."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import batched
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..reproduction.results import Cell, Result
+from ..common.plots import picture
+from ..common.tables import Cell, Result
 from .contents import Facts
 from .figures import Figures
 from .health import HIGHEST_RESIDUAL, NO_BASIS, Finding, listed
@@ -32,7 +34,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Figures], Cell]], ...] = (
 
 
 def facts_table(facts: Facts, path: Path, names: int) -> Result:
-    """What the checkpoint says of its run."""
+    """Table of the facts on the run."""
 
     def text(value: Any) -> str:
         return "not in this checkpoint" if value is None else str(value)
@@ -83,14 +85,13 @@ def weights_table(figures: Sequence[Figures]) -> Result:
 
 
 def kind_of(name: str) -> str:
-    """What all layers and experts call a weight: its name without the numbers that count them."""
+    """Name of a weight that all layers and experts share, without the numbers that count them."""
     return _COUNTED.sub("*", name)
 
 
-def _layer(name: str) -> int | None:
-    """The first number in a name."""
-    number = next((part for part in name.split(".") if part.isdecimal()), None)
-    return None if number is None else int(number)
+def _layer(name: str) -> int:
+    """The first number in a name, or 0."""
+    return int(next((part for part in name.split(".") if part.isdecimal()), 0))
 
 
 def _shape(found: Figures) -> str:
@@ -108,7 +109,7 @@ def _range(cells: Sequence[Cell]) -> Cell:
 
 
 def health_table(found: Sequence[Finding]) -> Result:
-    """What looks unhealthy, in which weights, and what to do."""
+    """Table of the unhealthy signs, their weights and the advice."""
     rows: list[Sequence[Cell]] = [(each.sign, _worst(each), each.limit, each.meaning, each.advice) for each in found]
     return Result("What looks unhealthy", ("sign", "weights", "when", "it means", "do"), rows, words=True)
 
@@ -121,68 +122,60 @@ def _worst(finding: Finding) -> str:
 
 def draw(figures: Sequence[Figures], folder: Path) -> list[Path]:
     """Draw the figures over the weights, and the spectra of each kind; returns the pictures."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
     folder.mkdir(parents=True, exist_ok=True)
     kinds: dict[str, list[Figures]] = {}
     for each in figures:
         kinds.setdefault(kind_of(each.name), []).append(each)
     written = [folder / "layers.png"]
+    _draw_layers(kinds, written[0])
+    spectra = [(kind, [each for each in members if each.spectrum]) for kind, members in kinds.items()]
+    for page, chosen in enumerate(batched([each for each in spectra if each[1]], MOST_KINDS)):
+        written.append(folder / ("spectra.png" if page == 0 else f"spectra-{page + 1}.png"))
+        _draw_spectra(chosen, written[-1])
+    return written
+
+
+def _draw_layers(kinds: Mapping[str, Sequence[Figures]], path: Path) -> None:
     panels: tuple[tuple[str, Callable[[Figures], float | None], float | None], ...] = (
         ("effective rank of A (fraction)", lambda found: found.moment_effective_rank, None),
         ("basis residual", lambda found: found.basis_residual, HIGHEST_RESIDUAL),
         ("orthogonality of the update", lambda found: found.orthogonality, NO_BASIS),
         ("effective rank of the update (fraction)", lambda found: found.update_effective_rank, None),
     )
-    figure, axes = plt.subplots(2, 2, figsize=(12, 7), layout="constrained")
-    for axis, (title, of, limit) in zip(axes.flat, panels, strict=True):
-        for kind, members in kinds.items():
-            layers = [_layer(each.name) or 0 for each in members]
-            values = [(n, value) for n, each in zip(layers, members, strict=True) if (value := of(each)) is not None]
-            style = "o-" if len(set(layers)) == len(layers) else "o"  # experts of one layer
-            if values:
-                axis.plot(*zip(*values, strict=True), style, ms=3, label=kind)
-        if limit is not None:
-            axis.axhline(limit, color="gray", linestyle=":", linewidth=1)
-        if not axis.lines or (limit is not None and len(axis.lines) == 1):
-            axis.text(0.5, 0.5, "not in this checkpoint", ha="center", transform=axis.transAxes)
-        axis.set(title=title, ylim=(0, None), xlabel="layer")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(written[0], dpi=110)
-    plt.close(figure)
+    with picture(path, (12, 7), 2, 2, dpi=110) as axes:
+        for axis, (title, of, limit) in zip(axes.flat, panels, strict=True):
+            for kind, members in kinds.items():
+                points = [(_layer(each.name), value) for each in members if (value := of(each)) is not None]
+                style = "o-" if len(dict(points)) == len(points) else "o"  # experts of one layer
+                if points:
+                    axis.plot(*zip(*points, strict=True), style, ms=3, label=kind)
+            if limit is not None:
+                axis.axhline(limit, color="gray", linestyle=":", linewidth=1)
+            if not axis.lines or (limit is not None and len(axis.lines) == 1):
+                axis.text(0.5, 0.5, "not in this checkpoint", ha="center", transform=axis.transAxes)
+            axis.set(title=title, ylim=(0, None), xlabel="layer")
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        legend = axes.flat[0].get_legend_handles_labels()
+        axes.flat[0].figure.legend(*legend, loc="outside lower center", ncols=2, frameon=False)
 
-    with_spectra = [(kind, [each for each in members if each.spectrum]) for kind, members in kinds.items()]
-    with_spectra = [(kind, members) for kind, members in with_spectra if members]
-    for page, first in enumerate(range(0, len(with_spectra), MOST_KINDS)):
-        chosen = with_spectra[first : first + MOST_KINDS]
-        smallest = [each.spectrum[-1] for _, members in chosen for each in members]
-        lowest = max(LOWEST, min(smallest))
-        columns = min(4, len(chosen))
-        lines = -(-len(chosen) // columns)
-        figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 3.4 * lines), layout="constrained",
-                                    squeeze=False)  # fmt: skip
-        for axis in axes.flat[len(chosen) :]:
+
+def _draw_spectra(kinds: Sequence[tuple[str, Sequence[Figures]]], path: Path) -> None:
+    lowest = max(LOWEST, min(each.spectrum[-1] for _, members in kinds for each in members))
+    columns = min(4, len(kinds))
+    rows = -(-len(kinds) // columns)
+    from matplotlib import colormaps
+
+    with picture(path, (4.2 * columns, 3.4 * rows), rows, columns, dpi=110) as axes:
+        for axis in axes.flat[len(kinds) :]:
             axis.set_visible(False)
-        for axis, (kind, members) in zip(axes.flat, chosen, strict=False):
+        for axis, (kind, members) in zip(axes.flat, kinds, strict=False):
             for number, each in enumerate(members):
                 ranks = [place / max(1, len(each.spectrum) - 1) for place in range(len(each.spectrum))]
-                axis.plot(ranks, each.spectrum, color=plt.get_cmap("viridis")(number / max(1, len(members) - 1)), lw=1)
+                axis.plot(ranks, each.spectrum, color=colormaps["viridis"](number / max(1, len(members) - 1)), lw=1)
             axis.set_yscale("log")
             axis.set_ylim(bottom=lowest / 2, top=2)
             axis.set_title(kind, fontsize=8)
             axis.set(xlabel="rank (fraction)", ylabel="eigenvalue / largest")
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
-        figure.suptitle(
+        axes.flat[0].figure.suptitle(
             "spectra of A, all blocks together; from the first weight of a kind (dark) to the last", fontsize=9
         )
-        written.append(folder / ("spectra.png" if page == 0 else f"spectra-{page + 1}.png"))
-        figure.savefig(written[-1], dpi=110)
-        plt.close(figure)
-    return written

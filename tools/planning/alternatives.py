@@ -1,4 +1,4 @@
-"""What would work instead: block counts and tensor-parallel sizes for the same model."""
+"""Alternatives to a layout that does not work: block counts and tensor-parallel sizes for the same model."""
 
 from dataclasses import dataclass, replace
 
@@ -77,7 +77,7 @@ def alternatives(request: Request) -> list[Alternative]:
 
 
 def with_blocks(config: DobbConfig, count: int) -> DobbConfig:
-    """The same settings with so many blocks."""
+    """Replace the number of blocks in the settings."""
     return replace(config, blocks=count, block_width=None)
 
 

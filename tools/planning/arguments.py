@@ -151,7 +151,7 @@ def _dobb_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _flags() -> Parser:
-    """What a file of flags may hold."""
+    """Parser of the flags that a file may hold."""
     parser = Parser(add_help=False, allow_abbrev=False)
     _model_flags(parser)
     _layout_flags(parser)

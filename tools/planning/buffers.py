@@ -52,13 +52,13 @@ class Managed(BlockedWeight):
 
     @property
     def is_expert_parallel(self) -> bool:
-        """Whether it is in the experts' buffer."""
+        """True if it is in the experts' buffer."""
         return self.parameter.apart
 
 
 @dataclass
 class Chosen:
-    """Which parameters of a chunk are on Dobb and why the others are not.
+    """Parameters of a chunk on Dobb, and the reasons why others are not.
 
     Attributes:
         managed: by name.

@@ -1,7 +1,6 @@
-"""What Dobb would cost on a model and a parallel layout: blocks, padding, memory, bytes and time of its ranks."""
+"""Plan what Dobb would cost on a model and a parallel layout: blocks, padding, memory, bytes and time of its ranks."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from rich.progress import track
 
 from megatron_dobb.errors import BlockError, ConfigError, LayoutError, UnsupportedError
 
-from ..reproduction.results import show
+from ..common.tables import make_console, show, show_error
 from .alternatives import COUNTS, alternatives, with_blocks
 from .arguments import read
 from .plan import Request, plan
@@ -23,11 +22,11 @@ from .tables import refusal_table, tables, trade_off
 
 def main(words: Sequence[str] | None = None) -> int:
     """Plan, print and write; the exit status: 2 if it cannot be."""
-    console = Console(width=None if os.isatty(1) else 140)
+    console = make_console(140)
     try:
         return _main(words, console)
     except OSError as error:
-        return _refuse(console, f"{error}; give --json and --plot files that can be written")
+        return show_error(console, f"{error}; give --json and --plot files that can be written")
 
 
 def _main(words: Sequence[str] | None, console: Console) -> int:
@@ -35,17 +34,17 @@ def _main(words: Sequence[str] | None, console: Console) -> int:
         options, ignored = read(sys.argv[1:] if words is None else words)
         request, notes = request_of(options)
     except (ConfigError, UnsupportedError) as error:
-        return _refuse(console, error)
+        return show_error(console, error)
     try:
         stages = plan(request)
     except (BlockError, LayoutError) as error:
-        _refuse(console, error)
+        show_error(console, error)
         data = refusal_data(request, str(error), alternatives(request), notes, ignored)
         show(console, [refusal_table(data["alternatives"])])
         _save(data, options.json)
         return 2
     except (ConfigError, UnsupportedError) as error:
-        return _refuse(console, error)
+        return show_error(console, error)
     data = plan_data(request, stages, notes, ignored)
     name = options.preset or (str(options.args) if options.args else "a model of the given sizes")
     console.print(f"{name}: {request.parallel}, {request.parallel.ranks:,} ranks", style="bold", highlight=False)
@@ -82,8 +81,3 @@ def _trade_off(request: Request, console: Console) -> list[dict[str, Any]]:
 def _save(data: dict[str, Any], path: Any) -> None:
     if path is not None:
         path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def _refuse(console: Console, error: Exception | str) -> int:
-    console.print(f"error: {error}", style="red", highlight=False, markup=False)
-    return 2

@@ -58,7 +58,7 @@ class _Layers:
 
     @property
     def in_shards(self) -> bool:
-        """Whether tensor-parallel ranks have different parts of a sequence between layers."""
+        """True if tensor-parallel ranks have different parts of a sequence between layers."""
         return self.parallel.sequence_parallel and self.parallel.tensor > 1
 
     def layer_class(self, name: str) -> str:

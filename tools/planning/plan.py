@@ -9,7 +9,7 @@ from megatron_dobb.methods.dobb.block_ownership import work
 from megatron_dobb.methods.dobb.schedule import phases
 from megatron_dobb.methods.dobb.settings import DobbConfig
 
-from ..reproduction import payload
+from ..common import payload
 from .buffers import Buffer, Chosen, Managed, choose, lay_out
 from .parameters import Parameter, parameters_of_chunk
 from .ranks import RankKind, StageRanks, ranks_of_stage
@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan: a model, a layout, Dobb's settings and the machine's rates."""
+    """Input of a plan: a model, a layout, Dobb's settings and the machine's rates."""
 
     sizes: ModelSizes
     parallel: Parallel

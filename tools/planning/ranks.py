@@ -1,4 +1,4 @@
-"""What each rank of a pipeline stage keeps and sends, from the product's own owners and costs."""
+"""Bytes that each rank of a pipeline stage keeps and sends, from the product's own owners and costs."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from megatron_dobb.methods.dobb.block_ownership import BlockOwnership, work
 from megatron_dobb.methods.dobb.footprint import SUM_BYTES, RankCosts, WidthCosts, momentum_costs, refresh_costs
 from megatron_dobb.methods.dobb.settings import DTYPES, DobbConfig
 
-from ..reproduction import payload
+from ..common import payload
 from .buffers import Buffer, Managed
 from .sizes import Parallel
 
@@ -32,7 +32,7 @@ class RankSet:
     costs: list[WidthCosts]
 
     def like(self, place: int) -> tuple[tuple[int, ...], ...]:
-        """The same for ranks of the set with the same figures."""
+        """Key that ranks of the set with equal figures share."""
         return tuple(costs.counted(place) for costs in self.costs)
 
     def add_to(self, kind: "RankKind", place: int) -> None:
@@ -63,7 +63,7 @@ class Shards:
         self.adamw, self.muon, self.dion = ([0] * self.count for _ in range(3))
 
     def like(self, shard: int) -> tuple[int, ...]:
-        """The same for shards with the same figures."""
+        """Key that shards with equal figures share."""
         of_width = [numel[shard] for numel in self.managed.values()]
         return (*of_width, self.adamw[shard], self.muon[shard], self.dion[shard])
 

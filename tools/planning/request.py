@@ -43,7 +43,7 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 def request_of(options: Namespace) -> tuple[Request, list[str]]:
-    """What to plan, and what to know about it.
+    """Build the request, and notes for its reader.
 
     Raises:
         ConfigError, UnsupportedError: in one sentence.

@@ -125,7 +125,7 @@ class ModelSizes:
         return self.moe_ffn_hidden_size or self.ffn
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether the MLP of a layer, counted from 0, is a mixture of experts."""
+        """True if the MLP of a layer, counted from 0, is a mixture of experts."""
         return self.moe_layers[layer] if self.moe_layers else self.num_experts is not None
 
     def padded_vocabulary(self, tensor: int) -> int:
@@ -152,7 +152,7 @@ PARALLEL_FLAGS = {
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a run is spread over ranks. The data-parallel ranks are those that see different sequences.
+    """Layout of a run over its ranks. The data-parallel ranks are those that see different sequences.
 
     Attributes:
         tensor, pipeline, context, data: sizes of the parallel axes; their product is the number of ranks.
@@ -233,7 +233,7 @@ class Parallel:
 
     @property
     def experts_apart(self) -> bool:
-        """Whether experts have buffers and groups of their own."""
+        """True if experts have buffers and groups of their own."""
         return self.expert > 1 or self.expert_tensor != self.tensor
 
     def __str__(self) -> str:

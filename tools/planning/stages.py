@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage and model chunk has, as Megatron deals them out."""
+"""Layers of each pipeline stage and model chunk, as Megatron deals them out."""
 
 from .sizes import ModelSizes, Parallel, PlanError
 

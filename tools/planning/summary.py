@@ -12,7 +12,7 @@ from .timing import Times
 
 FORMAT = 1
 ADAMW_STATE_BYTES, MUON_STATE_BYTES = 8, 4
-"""Of an element of a managed weight: two fp32 moments; one fp32 momentum."""
+"""State of an element of a managed weight: two fp32 moments; one fp32 momentum."""
 
 
 def plan_data(request: Request, stages: list[StagePlan], notes: list[str], ignored: list[str]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def plan_data(request: Request, stages: list[StagePlan], notes: list[str], ignor
 def refusal_data(
     request: Request, error: str, found: list[Alternative], notes: list[str], ignored: list[str]
 ) -> dict[str, Any]:
-    """What `--json` writes of a layout that cannot be."""
+    """Data that `--json` writes of a layout that does not work."""
     return _head(request, notes, ignored) | {
         "error": error,
         "alternatives": [dataclasses.asdict(alternative) for alternative in found],

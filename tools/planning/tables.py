@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..reproduction.results import Cell, Result
+from ..common.plots import picture
+from ..common.tables import Cell, Result
 
 MIB, GIB = 2**20, 2**30
 
@@ -170,7 +171,7 @@ def _times(data: dict[str, Any]) -> Result:
 
 
 def _about_variants(dobb: dict[str, Any]) -> list[str]:
-    """What the times of a variant contain more than those of the sign on the input side."""
+    """Extra work in the times of a variant, beside the sign on the input side."""
     more = []
     if dobb["norm"] == "l2":
         more.append("column norms from a second projection, in fp32 and plain PyTorch")
@@ -182,7 +183,7 @@ def _about_variants(dobb: dict[str, Any]) -> list[str]:
 
 
 def refusal_table(alternatives: Sequence[dict[str, Any]]) -> Result:
-    """What would work instead."""
+    """Table of the alternatives to a layout that does not work."""
     rows = [(each["what"], each["unit"], f"{100 * each['padding']:.3f} %") for each in alternatives]
     notes = [] if rows else ["Nothing that was tried works for all weights: use --blocks-for, or --exclude."]
     return Result("What would work for the same model", ("flags", "alignment unit", "padding"), rows, notes)
@@ -195,40 +196,33 @@ def trade_off(points: Sequence[dict[str, Any]], path: Path) -> None:
         points: `blocks`, and the plan's `heaviest`, for every B that works.
         path: the picture.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     counts = [point["blocks"] for point in points]
 
     def draw(axis: Any, key: str, label: str, scale: float, **style: Any) -> None:
         axis.plot(counts, [point[key] / scale for point in points], marker="o", label=label, **style)
 
-    draw(axes[0], "state_bytes", "Dobb", GIB)
-    draw(axes[0], "adamw_state_bytes", "AdamW", GIB, linestyle="--", color="gray")
-    draw(axes[0], "sums_bytes", "sums on a refresh step", GIB, linestyle=":")
-    axes[0].set(title="state of the heaviest rank", ylabel="GiB")
-    sends = any(point["refresh_bytes"] for point in points)
-    if sends:
-        draw(axes[1], "refresh_bytes", "Dobb", GIB)
-        draw(axes[1], "papers_refresh_bytes", "the paper's, all-reduced", GIB, linestyle="--", color="gray")
-    else:
-        axes[1].text(0.5, 0.5, "one data-parallel rank sends nothing", ha="center", transform=axes[1].transAxes)
-    axes[1].set(title="handed to collectives on a refresh", ylabel="GiB")
-    draw(axes[2], "update_seconds", "ordinary step", 1e-3)
-    draw(axes[2], "amortised_seconds", "mean, nothing overlapped", 1e-3, linestyle=":")
-    draw(axes[2], "adamw_seconds", "AdamW", 1e-3, linestyle="--", color="gray")
-    axes[2].set(title="optimizer call, derived bound", ylabel="ms")
-    for axis in axes:
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(counts, [str(count) for count in counts])
-        axis.set_xlabel("blocks, B")
-        axis.grid(alpha=0.25, which="both")
-        if sends or axis is not axes[1]:
-            axis.set_yscale("log")
-            axis.legend(frameon=False)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    with picture(path, (15, 4.4), columns=3) as panels:
+        axes = panels[0]
+        draw(axes[0], "state_bytes", "Dobb", GIB)
+        draw(axes[0], "adamw_state_bytes", "AdamW", GIB, linestyle="--", color="gray")
+        draw(axes[0], "sums_bytes", "sums on a refresh step", GIB, linestyle=":")
+        axes[0].set(title="state of the heaviest rank", ylabel="GiB")
+        sends = any(point["refresh_bytes"] for point in points)
+        if sends:
+            draw(axes[1], "refresh_bytes", "Dobb", GIB)
+            draw(axes[1], "papers_refresh_bytes", "the paper's, all-reduced", GIB, linestyle="--", color="gray")
+        else:
+            axes[1].text(0.5, 0.5, "one data-parallel rank sends nothing", ha="center", transform=axes[1].transAxes)
+        axes[1].set(title="handed to collectives on a refresh", ylabel="GiB")
+        draw(axes[2], "update_seconds", "ordinary step", 1e-3)
+        draw(axes[2], "amortised_seconds", "mean, nothing overlapped", 1e-3, linestyle=":")
+        draw(axes[2], "adamw_seconds", "AdamW", 1e-3, linestyle="--", color="gray")
+        axes[2].set(title="optimizer call, derived bound", ylabel="ms")
+        for axis in axes:
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(counts, [str(count) for count in counts])
+            axis.set_xlabel("blocks, B")
+            axis.grid(alpha=0.25, which="both")
+            if sends or axis is not axes[1]:
+                axis.set_yscale("log")
+                axis.legend(frameon=False)

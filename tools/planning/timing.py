@@ -1,4 +1,4 @@
-"""How long an optimizer call should take, from bandwidth and arithmetic alone: bounds, not measurements."""
+"""Estimate the time of an optimizer call from bandwidth and arithmetic alone: bounds, not measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ DOBB_BYTES = 20
 """Per element of a fused update: fp32 gradient, momentum and master read, the latter two written."""
 
 ADAMW_BYTES = 28
-"""The same of AdamW, whose second moment is read and written as well."""
+"""Bytes per element of AdamW's update, whose second moment is read and written as well."""
 
 TURN_BYTES = 8
 """Per element of a tensor that is transposed, read and written: on the output side gradient, momentum and master, and
 the latter two back again."""
 
 PLAIN_BYTES = 74
-"""Of an update without a basis, for which there is no kernel, in PyTorch: each operation reads and writes what it has.
+"""Bytes per element of an update without a basis, which has no kernel: PyTorch's operations read and write each time.
 The average of the momentum is 12 of them, decay 8, a test for non-finite numbers 25, signs or scales 8, choosing 9, and
 adding the step 12."""
 
 AVERAGE_BYTES = 12
-"""Of one average with the gradient: the coming momentum, and Nesterov's."""
+"""Bytes per element of one average with the gradient: the coming momentum, and Nesterov's."""
 
 SQUARES_BYTES = 12
-"""Of squares and their sum over each column (Dobb-l2), in PyTorch."""
+"""Bytes per element of squares and their sum over each column (Dobb-l2), in PyTorch."""
 
 PROJECTION_BYTES = 8
-"""Of coefficients that are not kept on the chip: the momentum read, they written."""
+"""Bytes per element of coefficients that are not kept on the chip: the momentum read, they written."""
 
 COPY_BYTES = 2
 """A bf16 copy of the weight, written beside its master."""
@@ -40,7 +40,7 @@ and a triangular solve, and the check. For an eigendecomposition the usual count
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank's machine is supposed to reach.
+    """Rates that a rank's machine is supposed to reach.
 
     The defaults are derived from data sheets of an H200 (four fifths to nine tenths of 989 TFLOP/s in bf16, 67 in fp32
     and 4.8 TB/s) and of a 400 Gb/s network adapter for each GPU. None of them was measured.

@@ -1,1 +1,1 @@
-"""What `tools/reproduce.py` does: one module for each group of the paper's results."""
+"""Commands of `tools/reproduce.py`: one module for each group of the paper's results."""

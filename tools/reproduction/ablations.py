@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
+from ..common.tables import Result
 from .finished_runs import FinishedRuns, Record, finish
 from .launch import launch_commands
 from .options import add_training_arguments, runs_folder, size_of
-from .results import Command, Result, standard_error
+from .results import Command, standard_error
 from .runs import Method, MissingPart, Run, dobb
 from .watch import Watch
 

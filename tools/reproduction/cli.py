@@ -1,17 +1,16 @@
 """The command line of `tools/reproduce.py`."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from megatron_dobb.errors import DobbError
 
+from ..common.tables import make_console, show, show_error
 from . import ablations, compare, geometry, orthogonality, spectra, traffic, update_size
-from .results import Command, save_json, save_plot, show
+from .results import Command, save_json, save_plot
 from .runs import MissingPart
 
 COMMANDS: dict[str, Command] = {
@@ -76,12 +75,11 @@ def main(words: Sequence[str] | None = None) -> int:
     options = read_options(words)
     if options.threads:
         torch.set_num_threads(options.threads)
-    console = Console(width=None if os.isatty(1) else 140)
+    console = make_console(140)
     try:
         results = COMMANDS[options.command].run(options)
     except (MissingPart, DobbError) as error:
-        console.print(f"error: {error}", style="red", highlight=False, markup=False)
-        return 2
+        return show_error(console, error)
     show(console, results)
     if options.json:
         save_json(results, options.json)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..common.tables import Result
 from .comparison import EXTENSIONS, Outcome, Plan, run_plan, table
 from .curves import by_time, save_curves
 from .finished_runs import FinishedRuns
 from .launch import launch_commands
 from .optimizers import dion_is_here, use_dion
 from .options import add_training_arguments, runs_folder, size_of
-from .results import Command, Result
+from .results import Command
 from .runs import DEFAULT_METHODS, METHODS, Method, MissingPart
 from .watch import Watch
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.tables import Result
 from .finished_runs import FinishedRuns, Record, finish
 from .paper import FINAL_LOSS
-from .results import Result, standard_error
+from .results import standard_error
 from .runs import Method, Run, Size
 from .watch import Watch
 
 EXTENSIONS = 2
 COLOURS = 10
-"""How many curves have colours of their own in matplotlib; further ones differ in their dashes."""
+"""Number of curves with colours of their own in matplotlib; further ones differ in their dashes."""
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What a comparison found for one method: losses by rate (seed 0), its best rate, and its runs at that rate."""
+    """Result of a comparison for one method: losses by rate (seed 0), its best rate, and its runs at that rate."""
 
     losses: dict[float, float | None]
     best: float | None

@@ -4,8 +4,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from ..common.tables import Result
 from .comparison import Outcome, draw_curves
-from .results import Result, save_plot, standard_error
+from .results import save_plot, standard_error
 
 
 def by_time(outcomes: dict[str, Outcome]) -> Result:
@@ -40,7 +41,7 @@ def final_losses(outcomes: dict[str, Outcome]) -> Result:
 
 
 def plots(by_step: Result, outcomes: dict[str, Outcome]) -> dict[str, Result]:
-    """What a comparison draws, by the names of the files; nothing where every method diverged."""
+    """Plots of a comparison, by the names of the files; nothing where every method diverged."""
     if not any(outcome.finals for outcome in outcomes.values()):
         return {}
     return {"loss-by-step": by_step, "loss-by-time": by_time(outcomes), "final-loss": final_losses(outcomes)}

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from megatron_dobb import Dobb
 from megatron_dobb.methods.dobb import update as reference
 
+from ..common.tables import Result
 from .dion import Dion
 from .measures import effective_rank, orthogonality
 from .optimizers import newton_schulz, tensors_of
 from .options import add_size_arguments, size_of
 from .paper import TABLE_2
-from .results import Command, Result, spread
+from .results import Command, spread
 from .runs import METHODS, MissingPart, Run, Size
 from .training import GPT, TEXTS, Batches, loss_of, train
 

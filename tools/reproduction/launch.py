@@ -4,8 +4,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ..common.tables import Result
 from .paper import FINAL_LOSS
-from .results import Result
 from .runs import Method
 
 LAUNCH = """\

@@ -21,7 +21,7 @@ from .runs import MissingPart, Run
 BETAS = (0.9, 0.95)
 UPDATE_SCALE = 0.2
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Muon's quintic iteration, as published by its author and in torch.optim.Muon."""
+"""Coefficients of Muon's quintic iteration, as published by its author and in torch.optim.Muon."""
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -139,7 +139,7 @@ def use_dion(checkout: Path | None) -> None:
 
 
 def dion_is_here() -> bool:
-    """Whether Dion can be imported."""
+    """True if Dion can be imported."""
     return importlib.util.find_spec("dion") is not None
 
 

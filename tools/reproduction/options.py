@@ -36,5 +36,5 @@ def add_training_arguments(parser: argparse.ArgumentParser, seeds: int) -> None:
 
 
 def runs_folder(options: argparse.Namespace) -> Path:
-    """Where finished runs are kept."""
+    """Folder of finished runs."""
     return options.runs or FOLDER / f"runs-{options.preset}"

@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron_dobb.methods.dobb import update
 from megatron_dobb.methods.dobb.orthogonalize import refresh_basis
 
+from ..common.tables import Result
 from . import measures
 from .paper import TABLE_1A
-from .results import Command, Result, spread
+from .results import Command, spread
 
 SIZE = 768
 BLOCKS = (1, 4, 16, 64)

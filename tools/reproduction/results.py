@@ -1,43 +1,15 @@
-"""How results are shown: as a table in the terminal, as JSON and as a plot."""
+"""Results of the paper's experiments: the commands that make them, and the files that they are written to."""
 
 import argparse
 import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-Cell = str | int | float | None
-
-NAME_WIDTH = 40  # of the first column, before the headings of the others are broken
-
-
-@dataclass
-class Result:
-    """One table of ours beside the paper's.
-
-    Attributes:
-        title: what is shown, with the paper's table number.
-        columns: headings.
-        rows: cells; None is a figure that does not exist.
-        notes: what to know when reading it.
-        data: everything behind the table, for JSON.
-        draw: draws it on matplotlib axes; None where a plot says nothing.
-        words: whether the cells are words, which begin on the left.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: list[Sequence[Cell]]
-    notes: list[str] = field(default_factory=list)
-    data: Any = None
-    draw: Callable[[Any], None] | None = None
-    words: bool = False
+from ..common.plots import picture
+from ..common.tables import Result
 
 
 @dataclass(frozen=True)
@@ -49,19 +21,6 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
 
-def shown(cell: Cell) -> str:
-    """A cell as the table shows it."""
-    if cell is None:
-        return "-"
-    return (
-        f"{cell:.4g}" if isinstance(cell, float) and abs(cell) >= 100 else f"{cell:.3f}" if _real(cell) else str(cell)
-    )
-
-
-def _real(cell: Cell) -> bool:
-    return isinstance(cell, float)
-
-
 def spread(values: Sequence[float]) -> float | None:
     """Standard deviation of a sample; None for a single value."""
     return statistics.stdev(values) if len(values) > 1 else None
@@ -70,21 +29,6 @@ def spread(values: Sequence[float]) -> float | None:
 def standard_error(values: Sequence[float]) -> float | None:
     """Standard error of a sample's mean; None for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def show(console: Console, results: Sequence[Result]) -> None:
-    """Print every table with its notes."""
-    for result in results:
-        table = Table(title=result.title)
-        for number, heading in enumerate(result.columns):
-            room = max((len(shown(row[0])) for row in result.rows), default=0) if number == 0 else 0
-            justify = "right" if number and not result.words else "left"
-            table.add_column(heading, justify=justify, overflow="fold", min_width=min(room, NAME_WIDTH))
-        for row in result.rows:
-            table.add_row(*(shown(cell) for cell in row))
-        console.print(table)
-        for note in result.notes:
-            console.print(f"  {note}", highlight=False)
 
 
 def save_json(results: Sequence[Result], path: Path) -> None:
@@ -102,18 +46,9 @@ def save_plot(results: Sequence[Result], path: Path) -> bool:
     drawn = [result for result in results if result.draw is not None]
     if not drawn:
         return False
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(drawn), figsize=(7.5 * len(drawn), 4.8), layout="constrained", squeeze=False)
-    for result, each in zip(drawn, axes[0], strict=True):
-        assert result.draw is not None
-        result.draw(each)
-        each.set_title(result.title, fontsize=10)
-        each.grid(alpha=0.25)
-        each.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    with picture(path, (7.5 * len(drawn), 4.8), columns=len(drawn)) as axes:
+        for result, each in zip(drawn, axes[0], strict=True):
+            assert result.draw is not None
+            result.draw(each)
+            each.set_title(result.title, fontsize=10)
     return True

@@ -1,4 +1,4 @@
-"""What a training run is made of: the sizes, the optimizers by name, and the run's own description."""
+"""Description of a training run: the sizes, the optimizers by name, and the run's own description."""
 
 import dataclasses
 import json
@@ -88,7 +88,7 @@ METHODS: dict[str, Method] = {
     **{f"dobb-g-l2-{b}": dobb(b, f"dobb-g-l2-{b}", side="output", norm="l2") for b in _BLOCKS},
     **{f"dion-{part}": Method("dion", {"rank_fraction": 1 / part}, f"dion-{part}") for part in (1, 4, 16)},
 }
-"""What `compare` knows, by name: the number is B, or n / rank of Dion. A variant of Dobb is one line more.
+"""Methods that `compare` knows, by name: the number is B, or n / rank of Dion. A variant of Dobb is one line more.
 
 `muon` has Nesterov momentum, as PyTorch's does by default; `muon-plain` has not, as Dobb of the paper."""
 

@@ -10,11 +10,12 @@ from torch import nn
 from megatron_dobb import Dobb
 from megatron_dobb.methods.dobb import update
 
+from ..common.tables import Result
 from .geometry import parts
 from .measures import effective_rank, orthogonality
 from .optimizers import tensors_of
 from .options import add_size_arguments, size_of
-from .results import Command, Result
+from .results import Command
 from .runs import Run, dobb
 from .training import train
 

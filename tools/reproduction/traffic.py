@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import payload
+from ..common import payload
+from ..common.tables import Result
 from .optimizers import newton_schulz
-from .results import Command, Result
+from .results import Command
 from .runs import Method, MissingPart, dobb
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -44,7 +45,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 @dataclass
 class Counted:
-    """What a rank hands to collectives beyond what it does with AdamW.
+    """Elements that a rank hands to collectives beyond those of AdamW.
 
     Attributes:
         elements: in each step, outside of the parameter and gradient buffers; the larger side of each call.
@@ -82,7 +83,7 @@ def testbed_parts() -> tuple[Any, Any, Any, Any]:
 
 
 def count(layout: dict[str, int], method: Method) -> Counted:
-    """What this rank hands over in each of some steps. Runs in every rank."""
+    """Count what this rank hands over in each of some steps. Runs in every rank."""
     _, gpt, traffic, runs = testbed_parts()
     from megatron_dobb import DobbConfig
 
@@ -129,7 +130,7 @@ def muon_shards() -> int:
 
 
 def dion_shards() -> int:
-    """The same for Dion: `P [m, r]` is gathered to be orthonormalised, `R [n, r]` is a sum over the shards."""
+    """Make an update of Dion: `P [m, r]` is gathered to be orthonormalised, `R [n, r]` is a sum over the shards."""
     _, _, traffic, _ = testbed_parts()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     own, right = torch.randn(ROWS // ranks, COLUMNS), torch.ones(COLUMNS, RANK).tril()

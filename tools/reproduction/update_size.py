@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from megatron_dobb import Dobb
 from megatron_dobb.methods.dobb import update as reference
 
+from ..common.tables import Result
 from .dion import Dion
 from .optimizers import UPDATE_SCALE, Muon, tensors_of
-from .results import Command, Result
+from .results import Command
 from .runs import METHODS, Method
 
 SHAPES = ((256, 256), (256, 1024), (1024, 256))
@@ -72,7 +73,7 @@ def step_of(layer: Layer, build: Callable[[nn.Linear], torch.optim.Optimizer]) -
 
 
 def dobb_step(layer: Layer, settings: Mapping[str, Any]) -> Update:
-    """What `megatron_dobb.Dobb` does with these settings."""
+    """Update of `megatron_dobb.Dobb` with these settings."""
     raw, optimizer = step_of(layer, lambda linear: Dobb(nn.Sequential(linear), 1.0, 0.0, **settings))
     ((_, state),) = tensors_of(optimizer)
     # A column of this is a direction of the basis, or a row of the weight on the output side.

@@ -1,4 +1,4 @@
-"""How far a set of training runs is."""
+"""Show the progress of a set of training runs."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

@@ -12,5 +12,5 @@ def dion(rows: int, columns: int, rank: int) -> int:
 
 
 def papers_refresh(columns: int, width: int) -> int:
-    """Of the paper's Dobb, for one refresh: all-reduced whole blocks of the moments of `n` features."""
+    """For one refresh of the paper's Dobb: all-reduced whole blocks of the moments of `n` features."""
     return columns * width
