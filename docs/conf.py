@@ -1,4 +1,4 @@
-"""How Sphinx makes the documentation site of the pages in this folder; docs/contributing.md has the command."""
+"""Sphinx configuration of the documentation site; docs/contributing.md has the build command."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 
-# Pages are Markdown that reads well on GitHub too; links to a heading are checked, as links to files are.
+# Pages are Markdown that also reads well on GitHub. Links to headings are checked, like links to files.
 myst_heading_anchors = 3
 
 # Docstrings are plain text with `code` in single backticks.

@@ -1,19 +1,20 @@
-"""Dobb in the Trainer of Hugging Face's transformers: a Llama of two layers on the text that comes with Python.
+"""Dobb in Hugging Face's Trainer: a Llama with two layers, trained on the text that comes with Python.
 
     pip install -e ".[huggingface]"
-    python examples/hugging_face_trainer.py                            # or, on several processes:
+    python examples/hugging_face_trainer.py                            # or, in several processes:
     torchrun --nproc-per-node 2 examples/hugging_face_trainer.py
 
-Takes about a minute on a CPU and downloads nothing: the model starts from random weights and reads bytes. Four
-things matter for Dobb:
+This takes about a minute on a CPU and downloads nothing: the model reads bytes and starts from random weights. Four
+points to note:
 
-* Build it for the model that the Trainer trains, after the `TrainingArguments`, and hand it over as
-  `optimizers=(optimizer, None)`. The Trainer then makes the learning-rate schedule of its own arguments for it.
-  (`optimizer_cls_and_kwargs` hands the class groups of parameters; Dobb wants the model, whose activations it sees.)
-* Its layers must be `nn.Linear`, as those of Llama, Qwen, Mistral and most others are. GPT-2's are `Conv1D`, which
-  keeps its weights transposed; Dobb says so and stops.
-* Gradient accumulation, clipping and mixed precision need nothing: every forward pass counts as a micro-batch.
-* `resume_from_checkpoint` continues bit for bit: the Trainer keeps Dobb's state in its `optimizer.pt`.
+* Build Dobb for the model that the Trainer trains, after the `TrainingArguments`, and pass it as
+  `optimizers=(optimizer, None)`. The Trainer then creates the learning-rate schedule from its own arguments.
+  (`optimizer_cls_and_kwargs` passes groups of parameters to the class, but Dobb needs the model to capture
+  activations.)
+* The layers must be `nn.Linear`, as in Llama, Qwen, Mistral and most other models. GPT-2 uses `Conv1D`, which stores
+  its weights transposed; Dobb raises an error for it.
+* Gradient accumulation, clipping and mixed precision work as usual: every forward pass counts as a micro-batch.
+* `resume_from_checkpoint` is bit-identical: the Trainer saves Dobb's state in its `optimizer.pt`.
 """
 
 import argparse
@@ -29,7 +30,7 @@ CONTEXT, WIDTH = 64, 128
 
 
 def model() -> LlamaForCausalLM:
-    """A Llama over bytes; its output layer is tied to the embedding, which AdamW updates."""
+    """A byte-level Llama whose output layer is tied to the embedding, which AdamW updates."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
@@ -46,7 +47,7 @@ def model() -> LlamaForCausalLM:
 
 
 def datasets() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """Pieces of text to train on, and held-out ones."""
+    """Pieces of text for training and for evaluation."""
     text = torch.tensor(list("\n".join(topics.values()).encode()))
     pieces = [{"input_ids": piece, "labels": piece} for piece in text.split(CONTEXT) if len(piece) == CONTEXT]
     cut = len(pieces) * 9 // 10
@@ -54,7 +55,7 @@ def datasets() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tens
 
 
 def trainer(out: Path, steps: int, save_steps: int, accumulation: int) -> Trainer:
-    """The Trainer with Dobb, on a new model."""
+    """A Trainer with Dobb and a new model."""
     set_seed(0)
     arguments = TrainingArguments(
         output_dir=str(out),
@@ -74,7 +75,7 @@ def trainer(out: Path, steps: int, save_steps: int, accumulation: int) -> Traine
         seed=0,
     )
     llama, (train, held_out) = model(), datasets()
-    # Behind the arguments, which start torch.distributed under torchrun: Dobb asks then which ranks train together.
+    # After the arguments, which initialize torch.distributed under torchrun: Dobb needs to know the ranks.
     optimizer = Dobb(llama, lr=3.54e-3, weight_decay=0.1, blocks=4)
     if arguments.process_index == 0:
         print(optimizer, flush=True)

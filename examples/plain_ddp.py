@@ -1,11 +1,11 @@
-"""Dobb under PyTorch's DistributedDataParallel: the GPT of plain_pytorch.py on several processes, saved and resumed.
+"""Dobb under PyTorch's DistributedDataParallel: the GPT of plain_pytorch.py in several processes, saved and resumed.
 
     torchrun --nproc-per-node 2 examples/plain_ddp.py              # CPU processes
     torchrun --nproc-per-node 8 examples/plain_ddp.py --device cuda
 
-Two things differ from one process. Dobb is given the wrapped model, and so knows which ranks share the refreshes and
-see other data; and every rank takes its own sequences of the global batch. The optimizer's state is the same on every
-rank: rank 0 saves it, and a run on another number of processes can continue from it.
+There are two differences from a single process. Dobb gets the wrapped model, from which it knows the ranks that train
+on different data and share the refreshes, and every rank takes its own sequences of the global batch. The optimizer's
+state is the same on every rank: rank 0 saves it, and a run with a different number of processes can resume from it.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python examples/plain_pytorch.py
 
-Takes under a minute on a CPU and downloads nothing: the text is the language reference that comes with every Python.
+This takes under a minute on a CPU and downloads nothing: the text is the language reference included in Python.
 """
 
 import argparse
@@ -20,7 +20,7 @@ CONTEXT, WIDTH, HEADS, LAYERS, BATCH, VALIDATION_BATCHES = 64, 128, 4, 2, 12, 8
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each behind a norm and beside a residual path."""
+    """Causal attention and an MLP, each with a pre-norm and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes `[batch, length]` to logits of the next byte, `[batch, length, 256]`."""
+    """Map bytes `[batch, length]` to logits of the next byte, `[batch, length, 256]`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         for embedding in (self.embedding, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
-        self.head.weight = self.embedding.weight  # tied, so that Dobb knows it for the output layer
+        self.head.weight = self.embedding.weight  # tied, so that Dobb recognizes the output layer
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embedding(text) + self.position.weight[: text.shape[1]]
@@ -75,7 +75,7 @@ def validate(model: nn.Module, held_out: Tensor) -> float:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor, held_out: Tensor, every: int
 ) -> list[float]:
-    """Train on every batch once, with warm-up and cosine decay; returns validation losses."""
+    """Train on every batch once, with warm-up and cosine decay, and return the validation losses."""
     steps, losses = len(data), [validate(model, held_out)]
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (0.1 * steps), 0.5 + 0.5 * math.cos(math.pi * step / steps))

@@ -1,7 +1,7 @@
-"""Pretrain a small GPT through Megatron's own training loop, with Dobb and with AdamW, on two CPU processes.
+"""Pretrain a small GPT in Megatron's own training loop, with Dobb and with AdamW, in two CPU processes.
 
-Started by examples/quickstart.sh, which installs what it needs. The text is English that comes with Python. Dobb
-trains at --lr; AdamW trains at the same learning rate, at half and at twice of it.
+examples/quickstart.sh installs the requirements and starts this. The training text is English that comes with Python.
+Dobb trains at learning rate --lr; AdamW at the same rate, at half of it and at twice it.
 """
 
 import argparse
@@ -29,13 +29,13 @@ _FEWEST_STEPS = 15
 
 
 def main() -> int:
-    """Parse the options and do it all; the result is the exit status."""
+    """Parse the options, run everything, and return the exit status."""
     options = parse(sys.argv[1:])
     if options.check_options:
         return 0
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses the GPU that is hidden
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it would warn that there is no GPU
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options, checked."""
+    """Parse and validate the options."""
     parser = argparse.ArgumentParser(
         prog="examples/quickstart.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,12 +92,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def replaceable(out: Path) -> bool:
-    """Whether a folder is empty or the result of an earlier run."""
+    """Return whether a folder is empty or contains the results of an earlier run."""
     return out.is_dir() and ((out / _MARKER).exists() or not any(out.iterdir()))
 
 
 def make_corpus(out: Path) -> "Corpus":
-    """Start the output folder afresh and put the data set into it."""
+    """Empty the output folder and write the data set to it."""
     if out.exists():
         shutil.rmtree(out)
     (out / "logs").mkdir(parents=True)
@@ -108,7 +108,7 @@ def make_corpus(out: Path) -> "Corpus":
 
 
 def plan(options: argparse.Namespace) -> list["Training"]:
-    """The trainings: Dobb first, then AdamW at one or three learning rates."""
+    """List the training runs: Dobb first, then AdamW at one or three learning rates."""
     from trainings import ADAMW, DOBB, Training
 
     factors = (1.0,) if options.quick else (1.0, 0.5, 2.0)
@@ -120,7 +120,7 @@ def plan(options: argparse.Namespace) -> list["Training"]:
 
 
 def train(trainings: Sequence["Training"], corpus: "Corpus", out: Path, console: "Console") -> None:
-    """Run the trainings one after another, each with its progress bar."""
+    """Run the trainings one by one, each with a progress bar."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -151,7 +151,7 @@ def train(trainings: Sequence["Training"], corpus: "Corpus", out: Path, console:
 
 
 def show(training: "Training", progress: "Progress", bar: "TaskID") -> None:
-    """Bring a bar up to date."""
+    """Update a progress bar."""
     losses = [series[max(series)] if series else None for series in (training.train_loss, training.validation_loss)]
     shown = " / ".join("-" if loss is None else f"{loss:.3f}" for loss in losses)
     progress.update(bar, completed=training.step, losses=shown)

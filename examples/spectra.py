@@ -1,13 +1,13 @@
 # %% [markdown]
-# # What Dobb sees and does while a model trains
+# # Spectra and orthogonality during training
 #
-# Run the cells one by one in VS Code, Spyder or Jupyter (through jupytext), or all of them:
+# Run the cells one by one in VS Code, Spyder or Jupyter (with jupytext), or run the whole script:
 #
 #     python examples/spectra.py [--steps 160] [--out spectra.png]
 #
-# A byte-level GPT of width 128 trains on the text that comes with Python. Every few steps Dobb's own diagnostics say
-# how orthogonal its update is and how well the bases fit; at three moments of the training we look at the eigenvalues
-# of the blocks' second moments `A`. About a minute on a CPU.
+# A byte-level GPT of width 128 is trained on the text that comes with Python. Every few steps, Dobb's diagnostics
+# report how orthogonal its update is and how well the bases fit. At three steps we look at the eigenvalues of the
+# blocks' second moments `A`. This takes about a minute on a CPU.
 
 # %%
 import argparse
@@ -29,7 +29,7 @@ from megatron_dobb.methods.dobb import metrics
 parser = argparse.ArgumentParser(description="Spectra and orthogonality during a small training.")
 parser.add_argument("--steps", type=int, default=160)
 parser.add_argument("--out", type=Path, default=Path("spectra.png"), help="where the picture goes")
-# A notebook's kernel has arguments of its own.
+# A notebook kernel has its own arguments.
 args = parser.parse_known_args()[0] if "ipykernel" in sys.modules else parser.parse_args()
 if args.steps < 1:
     parser.error(f"--steps {args.steps} trains nothing; give at least 1")
@@ -37,10 +37,10 @@ if not args.out.absolute().parent.is_dir():
     parser.error(f"--out {args.out} is in no folder that exists; make it, or give another, such as spectra.png")
 
 # %% [markdown]
-# ## Train, and take notes
+# ## Train and record diagnostics
 #
-# `diagnostics` is called with a step and its figures. Naming all weights makes every log look at every update: that
-# costs a spectrum for each, which is nothing at this size.
+# `diagnostics` is called with the step and a dictionary of metrics. Selecting all weights by name makes every log
+# compute the spectrum of every update, which is cheap at this size.
 
 # %%
 LAYERS = ("blocks.1.qkv", "blocks.1.out", "blocks.1.fc1", "blocks.1.fc2")
@@ -76,9 +76,9 @@ for step, batch in enumerate(batches(text, args.steps, seed=0), start=1):
 # %% [markdown]
 # ## Spectra of the second moments
 #
-# One line for each block: its eigenvalues over their mean, the largest first. Steep lines are blocks whose inputs vary
-# in few directions. There the basis matters most: a coefficient along a direction of small variance gets the same step
-# as one along a large one.
+# One line per block shows its eigenvalues divided by their mean, largest first. Steep lines are blocks whose inputs
+# vary in few directions. There the basis matters most: a coefficient along a direction of small variance gets the same
+# step size as one along a direction of large variance.
 
 # %%
 figure, axes = plt.subplots(3, 4, figsize=(13, 9), layout="constrained", sharey="row", squeeze=False)
@@ -91,10 +91,10 @@ axes[0, 0].set_ylabel("over the block's mean")
 axes[0, 0].legend(frameon=False)
 
 # %% [markdown]
-# ## Orthogonality of the update, and how well the bases fit
+# ## Orthogonality of the update and basis residual
 #
-# 1 would be Muon's update. It rises while the bases, which start as the identity, find the eigenvectors: the residual
-# is the share of `A` that is still off the diagonal in them.
+# Muon aims for an orthogonality of 1. Dobb's rises while the bases, which start from the identity, converge to the
+# eigenvectors. The residual is the fraction of `A` that is still off the diagonal in the bases.
 
 # %%
 for row, name in zip(axes[1:], ("orthogonality", "basis_residual"), strict=True):

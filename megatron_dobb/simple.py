@@ -8,8 +8,8 @@ A layer computes `y = W x` with an `m x n` weight, whose `n` input features form
     O_j  = sign(M_j Q_j) Q_j^T / sqrt(m)                            Nesterov: mu M + (1 - mu) G in place of M
     W   <- (1 - lr wd) W - lr tau sqrt(max(m, n)) O
 
-The package does not import this file; its tests run it in float64 to check `megatron_dobb.Dobb`. It leaves out
-collectives, mixed precision, gradient scaling, non-finite values and a choice of the sequences to capture.
+The package does not import this file; its tests run it in float64 to check `megatron_dobb.Dobb`. It leaves out several
+processes, low precision, non-finite values and the choice of captured sequences.
 """
 
 import math

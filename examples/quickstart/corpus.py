@@ -1,4 +1,4 @@
-"""The text of `english` as a byte-level Megatron dataset."""
+"""A byte-level Megatron dataset made from the text of `english`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +8,13 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 VOCABULARY = 257
-"""All bytes, and the end of a document; Megatron's NullTokenizer takes the last token for that."""
+"""All bytes, plus an end-of-document token; Megatron's NullTokenizer uses the last token for that."""
 END_OF_DOCUMENT = VOCABULARY - 1
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the two datasets are, and how many tokens each has."""
+    """Paths and token counts of the two datasets."""
 
     train: Path
     valid: Path
@@ -26,7 +26,7 @@ def build(directory: Path) -> Corpus:
     """Write `train` and `valid` as indexed datasets into a directory.
 
     Args:
-        directory: made if it does not exist.
+        directory: created if it does not exist.
     """
     directory.mkdir(parents=True, exist_ok=True)
     train, valid = english.documents()

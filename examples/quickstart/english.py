@@ -1,7 +1,7 @@
-"""English that every Python brings along: training text and held-out text.
+"""Training and held-out text from the Python installation.
 
 The text is the language reference in `pydoc_data.topics` and the docstrings of the standard library: one to two
-megabytes, mostly prose. Paragraphs that occur again are dropped, so that none of the held-out text is trained on.
+megabytes, mostly prose. Repeated paragraphs are dropped, so that none of the held-out text is used for training.
 """
 
 import ast
@@ -17,7 +17,7 @@ _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib
 
 
 def documents() -> tuple[list[str], list[str]]:
-    """The documents to train on and those held out, every 28th."""
+    """Training documents, and held-out documents (every 28th)."""
     found = list(_without_repetitions(_documents()))
     held_out = found[_HELD_OUT_EVERY // 2 :: _HELD_OUT_EVERY]
     return [text for i, text in enumerate(found) if i % _HELD_OUT_EVERY != _HELD_OUT_EVERY // 2], held_out
@@ -36,7 +36,7 @@ def _docstrings(path: Path) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, OSError):
-        return  # the library has a few files for other Pythons, or broken on purpose
+        return  # a few library files are for other Python versions, or deliberately broken
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)

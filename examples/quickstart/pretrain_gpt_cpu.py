@@ -1,8 +1,8 @@
 """Megatron's pretrain_gpt.py for a machine without a GPU.
 
-What it does is what Megatron-LM's script does for a GPT: the same dataset, batch, loss and call of `pretrain`, with
-the features that need packed sequences, distillation or FIM data left out. The only line that is not Megatron's is
-`testbed.enable`, which makes "cuda" mean the CPU. Nothing here knows about Dobb:
+It does the same as Megatron-LM's script for a GPT, with the same dataset, batch, loss and call of `pretrain`, but
+without the features that need packed sequences, distillation or FIM data. The only addition is `testbed.enable`, which
+maps "cuda" to the CPU. Nothing here refers to Dobb:
 
     torchrun --nproc-per-node 2 -m megatron_dobb pretrain_gpt_cpu.py --optimizer dobb --distributed-backend gloo ...
 """
@@ -41,7 +41,7 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def get_batch(data_iterator, vp_stage):
-    """The next micro-batch: tensor-parallel rank 0 reads it and sends it to the others."""
+    """Return the next micro-batch: tensor-parallel rank 0 reads it and sends it to the others."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(BATCH_KEYS)
     args = get_args()

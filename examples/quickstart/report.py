@@ -33,7 +33,7 @@ def save_results(trainings: Sequence[Training], path: Path) -> None:
 
 
 def save_curves(trainings: Sequence[Training], path: Path) -> None:
-    """Draw the validation loss of every training over the steps."""
+    """Plot the validation loss of every training over the steps."""
     figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
     for training, colour in zip(trainings, _COLOURS, strict=False):
         steps, losses = zip(*sorted(training.validation_loss.items()), strict=True)
@@ -55,7 +55,7 @@ def save_curves(trainings: Sequence[Training], path: Path) -> None:
 
 
 def table(trainings: Sequence[Training]) -> Table:
-    """Steps, losses and step times of the trainings."""
+    """Tabulate steps, losses and step times of the trainings."""
     dobb = trainings[0]
     result = Table(title="After training")
     for heading in ("optimizer", "learning rate", "steps", "held-out loss", "Dobb gets there at", "ms per step"):
@@ -74,7 +74,7 @@ def table(trainings: Sequence[Training]) -> Table:
 
 
 def verdict(trainings: Sequence[Training]) -> str:
-    """How Dobb did against the best of the others."""
+    """Compare Dobb's final loss with the best of the others."""
     dobb, *others = trainings
     best = min(others, key=_final_loss_or_infinity)
     difference = best.final_loss - dobb.final_loss
@@ -85,7 +85,7 @@ def verdict(trainings: Sequence[Training]) -> str:
 
 
 def step_at_loss(training: Training, loss: float) -> int | None:
-    """The step by which the validation loss came down to a value, between evaluations by interpolation."""
+    """The step at which the validation loss reached a value, interpolated between evaluations."""
     previous = None
     for step, value in sorted(training.validation_loss.items()):
         if value <= loss:
@@ -98,7 +98,7 @@ def step_at_loss(training: Training, loss: float) -> int | None:
 
 
 def median_step_ms(training: Training) -> float:
-    """Median over the log's entries, so that start-up and a busy moment do not count."""
+    """Median over the log's entries, to exclude start-up and outliers."""
     times = sorted(training.step_ms.values())
     return times[len(times) // 2]
 

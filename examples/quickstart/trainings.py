@@ -1,4 +1,4 @@
-"""The quickstart's trainings: what each runs, and how to follow it through Megatron's own log."""
+"""The quickstart's training runs: their commands, and their progress as parsed from Megatron's log."""
 
 import os
 import re
@@ -19,7 +19,7 @@ PROCESSES = 2
 SEQUENCE = 64
 SEQUENCES_PER_STEP = 16
 VALIDATION_STEPS = 24
-"""Batches in each evaluation. All trainings evaluate on the same ones."""
+"""Batches per evaluation, the same for all trainings."""
 
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4"),
@@ -34,7 +34,7 @@ SCHEDULE = [
     *("--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.1", "--min-lr", "0"),
     *("--weight-decay", "0.1", "--clip-grad", "1.0", "--adam-beta2", "0.95"),
 ]
-# What Megatron needs where it finds neither a GPU nor Transformer Engine nor Apex.
+# Needed by Megatron without a GPU, Transformer Engine and Apex.
 CPU = [
     *("--distributed-backend", "gloo", "--transformer-impl", "local", "--use-cpu-initialization"),
     *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-persist-layer-norm"),
@@ -50,12 +50,12 @@ _VALIDATED = re.compile(rf"validation loss at iteration (\d+)(?: on validation s
 
 
 class TrainingError(Exception):
-    """A training ended before its last step; the message has the end of its log."""
+    """A training stopped before its last step; the message contains the end of its log."""
 
 
 @dataclass
 class Training:
-    """One training and what is known of it so far."""
+    """One training run and its progress."""
 
     name: str
     optimizer: list[str]
@@ -65,7 +65,7 @@ class Training:
     """Loss by step, averaged over the steps since the previous entry."""
     validation_loss: dict[int, float] = field(default_factory=dict)
     step_ms: dict[int, float] = field(default_factory=dict)
-    """Time of a step, averaged likewise."""
+    """Time per step, averaged in the same way."""
     _unread: str = ""
 
     @property
@@ -75,11 +75,11 @@ class Training:
 
     @property
     def step(self) -> int:
-        """The last step heard of."""
+        """The last step that the log reports."""
         return max(self.train_loss, default=0)
 
     def command(self, corpus: Corpus) -> list[str]:
-        """What starts it: torchrun, our launcher, the training script."""
+        """The command line: torchrun, megatron_dobb's launcher and the training script."""
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)),
             *("-m", "megatron_dobb", str(SCRIPT)),
@@ -92,7 +92,7 @@ class Training:
         ]
 
     def run(self, corpus: Corpus, log: Path) -> Iterator[None]:
-        """Train, yielding whenever something new is known, and at least a few times a second.
+        """Train, yielding a few times per second so that the caller can show progress.
 
         Raises:
             TrainingError: if it fails.
@@ -126,14 +126,14 @@ class Training:
 
 
 def environment() -> Mapping[str, str]:
-    """The variables of a training's processes: no GPU, one thread each, traffic within the machine."""
+    """Environment variables of the training processes: no GPU, one thread each, and only local network traffic."""
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     network = {"GLOO_SOCKET_IFNAME": loopback.pop()} if loopback else {}
     return network | os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a training that is still running, with all its processes."""
+    """Terminate a training that is still running, with all its processes."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -144,7 +144,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_of(log: Path, lines: int = 25) -> str:
-    """The last lines that the training itself wrote, and torchrun's word on which process ended and how."""
+    """The last lines of the training's own output, and torchrun's line about the process that failed."""
     own = log.read_text(errors="replace").splitlines()
     torchrun = [i for i, line in enumerate(own) if "torch/distributed/elastic/multiprocessing/api.py" in line]
     ended = [own[i] for i in torchrun if "failed (exitcode" in own[i]]

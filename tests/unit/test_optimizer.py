@@ -10,7 +10,7 @@ from torch import nn
 from megatron_dobb import Dobb
 from megatron_dobb.errors import ConfigError
 
-# The step; test_simple.py holds it against float64.
+# The step; test_simple.py compares it with float64.
 
 
 def test_parameters_of_adamw_are_updated_as_by_torch():
