@@ -24,10 +24,11 @@ from torch import Tensor
 
 from megatron_dobb import build_info
 from megatron_dobb.errors import DobbError
+from megatron_dobb.kernels import dispatch
 from megatron_dobb.methods.dobb import kernels
-from megatron_dobb.methods.dobb.blocks import Shard, block_width
+from megatron_dobb.methods.dobb.blocks import block_width
 from megatron_dobb.methods.dobb.moment import refresh_
-from megatron_dobb.methods.dobb.update import Segment
+from megatron_dobb.sharding.segment import Segment, Shard
 
 BYTES_PER_ELEMENT = 20
 HEAD_START_CYCLES = 50_000_000  # about 25 ms of a GPU
@@ -241,7 +242,7 @@ def main() -> None:
                 getattr(contenders, f"add_{name}")()
             except DobbError as error:
                 raise SystemExit(f"error: {error}") from None
-    kernels.kernels_run.clear()
+    dispatch.kernels_run.clear()
     times, bandwidth = measure(contenders)
     elements = sum(m * n for m, n in contenders.shapes)
     floor = BYTES_PER_ELEMENT * elements / bandwidth
@@ -259,10 +260,10 @@ def main() -> None:
         shown = f"{'':10}" if memory is None else f"{memory / 1e6:10.1f}"
         print(f"{name:34}{1e3 * median:10.2f}{1e3 * min(found):10.2f}{median / adamw:9.2f}{median / floor:9.2f}{shown}"
               f"{1e3 * host:9.2f}")  # fmt: skip
-    print("segments by kernel:", ", ".join(f"{kernel} {count}" for kernel, count in kernels.kernels_run.items()))
+    print("segments by kernel:", ", ".join(f"{kernel} {count}" for kernel, count in dispatch.kernels_run.items()))
     if options.json:
         facts = {"options": {k: str(v) for k, v in vars(options).items()}, "elements": elements, "floor": floor,
-                 "bandwidth": bandwidth, "kernels": dict(kernels.kernels_run), "build": vars(build_info()),
+                 "bandwidth": bandwidth, "kernels": dict(dispatch.kernels_run), "build": vars(build_info()),
                  "machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
                  "results": rows}  # fmt: skip
         options.json.write_text(json.dumps(facts, indent=1))

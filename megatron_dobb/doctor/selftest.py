@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..kernels import extension
+from ..kernels import dispatch, extension
 from ..methods.dobb import kernels as ops
 from ..methods.dobb import update
-from ..methods.dobb.blocks import Shard
 from ..pytorch.dobb import Dobb
+from ..sharding.segment import Segment, Shard
 from .findings import Finding
 
 ROWS, BLOCKS, WIDTH = 64, 3, 48
@@ -27,7 +27,7 @@ def kernels() -> Iterator[Finding]:
         if device == "cuda":
             remedy = f"unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE if they are set, else {remedy}"
         if extension.runs_on(device):
-            name = ops._kernel_name(torch.device(device))
+            name = dispatch.kernel_name(torch.device(device))
             remedy = "train with --dobb-backend reference, and please report it"
         problem = update_error(device)
         if problem is None:
@@ -47,7 +47,7 @@ def update_error(device: str) -> str | None:
     shard = Shard(0, ROWS * columns, columns, WIDTH)
     basis = torch.linalg.qr(draw(BLOCKS, WIDTH, WIDTH)).Q.bfloat16()
     before, momentum, gradient = (draw(ROWS * columns) for _ in range(3))
-    segment = update.Segment(
+    segment = Segment(
         "self-test",
         shard,
         ROWS,

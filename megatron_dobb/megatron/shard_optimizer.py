@@ -51,7 +51,7 @@ class ShardSegment(Protocol):
 
 
 @dataclass
-class Segment:
+class FlatSegment:
     """A flat shard of one weight, for methods that look at nothing but its entries.
 
     Attributes:
@@ -158,7 +158,7 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
 
     def _segment(self, weight: W, shard: torch.nn.Parameter, momentum: Tensor) -> S:
         """Describe a shard for `_update`. It must hold `shard` itself, whose tensor programs give other storage."""
-        return Segment(weight.name, shard, momentum)  # type: ignore[return-value]  # of methods without a type of their own
+        return FlatSegment(weight.name, shard, momentum)  # type: ignore[return-value]  # of methods without a type of their own
 
     def _update(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Update momentum and weights of `segments`; learning rate and weight decay are in the param groups.

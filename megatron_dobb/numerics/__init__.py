@@ -1,1 +1,4 @@
-"""Numerics that methods share: functions of tensors, without state and without communication."""
+"""Control the precision of products and check tensors for non-finite values.
+
+Tensors in, tensors out; every method uses these, and nothing here knows of one.
+"""

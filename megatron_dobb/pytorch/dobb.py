@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CaptureError, ConfigError, UnsupportedError
+from ..kernels.dispatch import Backend
 from ..methods.dobb import kernels
 from ..methods.dobb import metrics as figures
 from ..methods.dobb import update as reference
-from ..methods.dobb.blocks import Shard
 from ..methods.dobb.capture import MomentSum, scale_sums
 from ..methods.dobb.metrics_recorder import Observer, Sink
 from ..methods.dobb.refresh_group import RefreshCounts
 from ..numerics.finite import check_finite
+from ..sharding.segment import Segment, Shard
 from . import state_dict as state
 from .keywords import Exclude, check_sink, named_as_keywords, read_settings
 from .replicated_bases import ModelBases
@@ -318,7 +319,7 @@ class Dobb(torch.optim.Optimizer):
         self, weights: Sequence[LinearWeight], flat: Sequence[Tensor], learning_rate: float, weight_decay: float
     ) -> None:
         segments = [
-            reference.Segment(
+            Segment(
                 weight.name,
                 Shard(0, values.numel(), weight.rows if weight.output_side else weight.columns, weight.width),
                 weight.rows,
@@ -351,7 +352,7 @@ class Dobb(torch.optim.Optimizer):
                 if update is not None and weight.name in spectra:
                     self._observer.add_spectrum(weight.name, update.view(weight.rows, weight.columns))
 
-    def _column_scales(self, segments: Sequence[reference.Segment], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def _column_scales(self, segments: Sequence[Segment], gradients: Sequence[Tensor]) -> list[Tensor]:
         scales = []
         for segment, gradient in zip(segments, gradients, strict=True):
             squares = reference.column_squares(
@@ -473,7 +474,7 @@ def _has_gradient(weight: LinearWeight, sums: Mapping[str, MomentSum]) -> bool:
     return gradient is not None and (sums[weight.name].calls > 0 or bool(gradient.any()))
 
 
-def _gram(weight: LinearWeight, gradient: Tensor, backend: kernels.Backend) -> MomentSum:
+def _gram(weight: LinearWeight, gradient: Tensor, backend: Backend) -> MomentSum:
     """`G^T G` of the blocks over the input axis, or `G G^T` of those over the output axis (paper, Table 13)."""
     rows = gradient.t() if weight.output_side else gradient
     total = rows.new_zeros(weight.blocks, weight.width, weight.width, dtype=torch.float32)

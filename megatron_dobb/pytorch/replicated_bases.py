@@ -7,10 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..methods.dobb import schedule
+from ..methods.dobb.block_ownership import BlockOwnership, work
 from ..methods.dobb.capture import MomentSum
 from ..methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from ..methods.dobb.settings import DTYPES, DobbConfig
-from ..sharding.ownership import Block, Ownership, work
+from ..sharding.ownership import Block
 from .select_weights import LinearWeight
 
 
@@ -41,7 +42,7 @@ class ModelBases:
         self,
         weights: Sequence[HeldWeight],
         group: dist.ProcessGroup | None,
-        ownership: Ownership,
+        ownership: BlockOwnership,
         device: torch.device,
     ) -> None:
         refresh_group = RefreshGroup(

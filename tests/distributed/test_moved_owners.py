@@ -11,6 +11,7 @@ from global_form import merge
 from layout_runs import Layout, Run, start
 
 from megatron_dobb import DobbConfig
+from megatron_dobb.methods.dobb import block_ownership
 from megatron_dobb.methods.dobb.capture import MomentSum
 from megatron_dobb.methods.dobb.moment import gram
 from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshGroup, share_out
@@ -26,7 +27,7 @@ BLOCKS = {"a": 6, "b": 4, "c": 1}
 def move(as_much_as_possible):
     """Move blocks wherever that lightens the busiest rank, however narrow they are; or none."""
     load_balancing.TOLERANCE = Fraction(1 if as_much_as_possible else 10**6)
-    load_balancing.BYTES_PER_SECOND = 10**18
+    block_ownership.BYTES_PER_SECOND = 10**18
 
 
 def refresh_three_times(moving):

@@ -23,7 +23,7 @@ from unit.update_cases import (
 
 from emulation.emulated import BACKWARD, FORWARD, Device, Schedule
 from emulation.update_operation import update
-from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.sharding.segment import Shard
 
 EXACT = 2.0**-15  # relative error of a product of two bf16 terms each, beyond that of fp32
 ROUNDED = 2.0**-7  # of one term each

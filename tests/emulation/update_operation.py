@@ -8,7 +8,7 @@ from torch import Tensor
 
 from emulation.emulated import SCHEDULES, Device, Harness, Misaligned, Schedule
 from megatron_dobb.methods.dobb import update as reference
-from megatron_dobb.methods.dobb.update import Segment
+from megatron_dobb.sharding.segment import Segment
 
 
 def update(

@@ -2,9 +2,9 @@
 
 import torch
 
+from megatron_dobb.kernels import dispatch
 from megatron_dobb.methods.dobb import kernels
-from megatron_dobb.methods.dobb.blocks import Shard
-from megatron_dobb.methods.dobb.update import Segment
+from megatron_dobb.sharding.segment import Segment, Shard
 
 SETTINGS = {"learning_rate": 0.03, "weight_decay": 0.1, "momentum": 0.95, "nesterov": False, "update_scale": 0.2}
 
@@ -33,7 +33,7 @@ def main() -> None:
         total = torch.zeros(2, width, width, device="cuda")
         kernels.gram_(total, torch.randn(70, 2 * width, device="cuda").bfloat16(), width)
     torch.cuda.synchronize()
-    print("kernels run:", dict(kernels.kernels_run))
+    print("kernels run:", dict(dispatch.kernels_run))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from unittest import mock
 
 from model_holdings import MODELS, aligned, holdings_of, llama_405b_stage
 
+from megatron_dobb.methods.dobb.block_ownership import BlockOwnership
 from megatron_dobb.sharding import load_balancing
-from megatron_dobb.sharding.ownership import Ownership, imbalance
+from megatron_dobb.sharding.ownership import imbalance
 
 MIB = 2**20
 ROWS = [
@@ -28,7 +29,7 @@ ROWS = [
 ]
 
 
-def state(owners: Ownership) -> str:
+def state(owners: BlockOwnership) -> str:
     """Largest `A` in fp32 and `Q` in bf16 that a rank keeps, in MiB."""
     ranks = range(len(owners.holdings))
     kept = (4 * owners.elements(owners.owned_by(r)) + 2 * owners.elements(owners.kept_by(r)) for r in ranks)
@@ -45,9 +46,9 @@ def main() -> None:
     for name, items, shards in cases:
         holdings = holdings_of(aligned(items, shards))
         with mock.patch.object(load_balancing, "TOLERANCE", Fraction(10**6)):
-            alone = Ownership.share_out(*holdings)
+            alone = BlockOwnership.share_out(*holdings)
         began = time.process_time()
-        owners = Ownership.share_out(*holdings)
+        owners = BlockOwnership.share_out(*holdings)
         seconds = time.process_time() - began
         blocks = sum(map(len, owners.owners.values()))
         more = 2 * owners.elements(owners.moved()) / MIB

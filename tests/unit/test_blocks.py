@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dobb.errors import BlockError
-from megatron_dobb.methods.dobb.blocks import Shard, block_width, suggest_widths, workable_counts
+from megatron_dobb.methods.dobb.blocks import block_width
+from megatron_dobb.sharding.alignment import suggest_widths, workable_counts
+from megatron_dobb.sharding.segment import Shard
 
 
 @st.composite

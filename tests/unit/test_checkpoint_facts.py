@@ -15,8 +15,8 @@ from megatron_dobb.errors import CheckpointError  # noqa: E402
 from megatron_dobb.megatron.checkpoint import foreign  # noqa: E402
 from megatron_dobb.megatron.dobb.run_metadata import DobbRunMetadata  # noqa: E402
 from megatron_dobb.megatron.dobb.sharded_blocks import ShardedBlocks, WeightInModel, runs  # noqa: E402
+from megatron_dobb.methods.dobb.block_ownership import BlockOwnership  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
-from megatron_dobb.sharding.ownership import Ownership  # noqa: E402
 
 CONFIG = DobbConfig(blocks=4, blocks_for={"*.linear_fc2": 8}, exclude=("*.linear_proj",))
 
@@ -76,9 +76,7 @@ def test_the_width_of_a_weights_blocks_is_found_again():
     assert SAVED.width("decoder.layers.0.self_attention.linear_proj.weight", 64) is None, "it was excluded"
     assert SAVED.width("decoder.layers.0.mlp.linear_fc2.weight", 4) is None, "it had fewer columns than blocks"
     assert SAVED.width("decoder.layers.0.mlp.linear_fc1.weight", 66) is None, "it was of another model"
-    by_width = DobbRunMetadata.of(
-        DobbConfig(block_width=32), attempted_steps=0, capture_sequences=None, experts_apart=False
-    )
+    by_width = metadata_of(DobbConfig(block_width=32))
     assert by_width.width("any", 64) == 32
 
 
@@ -133,11 +131,9 @@ def test_runs_end_where_they_must_and_leave_out_what_is_not_wanted(blocks, multi
 def test_what_ranks_read_from_one_offset_on_has_one_length(held, wanted_owners, ratio):
     """Megatron takes it for the same data. Blocks are of width 8, and `ratio` times as wide in the checkpoint."""
     owners = tuple(rank % len(held) for rank in wanted_owners)
-    everything = Ownership([{"w": tuple(sorted(blocks))} for blocks in held], {"w": 8}, {"w": owners})
+    everything = BlockOwnership([{"w": tuple(sorted(blocks))} for blocks in held], {"w": 1}, {"w": owners}, {"w": 8})
     config = DobbConfig(blocks=8)
-    saved = DobbRunMetadata.of(
-        DobbConfig(blocks=8 // ratio), attempted_steps=1, capture_sequences=1, experts_apart=False
-    )
+    saved = metadata_of(DobbConfig(blocks=8 // ratio))
     lengths: dict[tuple, set] = {}
     for rank in range(len(held)):
         group = SimpleNamespace(

@@ -12,8 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from megatron_dobb import Dobb
 from megatron_dobb.errors import CaptureError
 from megatron_dobb.methods.dobb import kernels as ops
-from megatron_dobb.methods.dobb.blocks import Shard
-from megatron_dobb.methods.dobb.update import Segment
+from megatron_dobb.sharding.segment import Segment, Shard
 
 STEPS = 5  # of which the first, third and fifth refresh
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dobb.methods.dobb import footprint
+from megatron_dobb.methods.dobb.block_ownership import BlockOwnership
 from megatron_dobb.methods.dobb.refresh_group import COUNTS_BYTES
-from megatron_dobb.sharding.ownership import FlatExchange, Ownership
+from megatron_dobb.sharding.flat_redistribution import FlatRedistribution
 
 MOMENT_BYTES, BASIS_BYTES = 4, 2
 
@@ -31,13 +32,13 @@ def holdings(draw):
 @settings(max_examples=150, deadline=None)
 def test_costs_of_every_rank_are_those_of_owners_and_exchange(case):
     held, weights, widths = case
-    ownership = Ownership.share_out(held, widths)
+    ownership = BlockOwnership.share_out(held, widths)
     found = footprint.refresh_costs(ownership, weights, moment_bytes=MOMENT_BYTES, basis_bytes=BASIS_BYTES)
     assert set(found) == set(widths.values())
     for width, of_width in found.items():
         keys = sorted(key for key in weights if widths[key] == width)
         triangles = [{owner} for key in keys for owner in ownership.owners[key]]
-        flow = FlatExchange(
+        flow = FlatRedistribution(
             [width * (width + 1) // 2] * len(triangles) + [1] * len(keys),
             [*triangles, *(set(ownership.owners[key]) for key in keys)],
             len(held),
@@ -56,8 +57,8 @@ def test_costs_of_every_rank_are_those_of_owners_and_exchange(case):
             assert of_rank.reduced == (0 if alone else 4 * flow.chunk * len(held))
             assert of_rank.to_owners == (0 if alone else 4 * sent)
             assert of_rank.from_others == (0 if alone else 4 * sum(flow.receive_sizes(rank)))
-            assert of_rank.to_holders == BASIS_BYTES * sum(map(square, ownership.basis_sends(rank)))
-            assert of_rank.from_owners == BASIS_BYTES * sum(map(square, ownership.basis_receives(rank)))
+            assert of_rank.to_holders == BASIS_BYTES * sum(map(square, ownership.result_sends(rank)))
+            assert of_rank.from_owners == BASIS_BYTES * sum(map(square, ownership.result_receives(rank)))
             assert of_rank.counts == (0 if alone else COUNTS_BYTES * len(held))
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from update_cases import SETTINGS, Case, cases, check_against_float64, copied, in_float64, segment, signs_of
 
 from megatron_dobb.errors import NonFiniteError, UnsupportedError
-from megatron_dobb.kernels import extension
+from megatron_dobb.kernels import dispatch, extension
 from megatron_dobb.methods.dobb import kernels
 from megatron_dobb.methods.dobb import update as reference
-from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.sharding.segment import Segment, Shard
 
 
 @needs_extension
@@ -63,9 +63,9 @@ def test_ten_thousand_segments_of_several_widths_go_in_one_call(kernel):
     made = [segment(Shard(0, 4 * width, 2 * width, width), seed=i) for i in range(2500) for width in (1, 3, 8, 20)]
     case = Case([s for s, _ in made], [g for _, g in made])
     after, expected = copied(case), copied(case)
-    kernels.kernels_run.clear()
+    dispatch.kernels_run.clear()
     kernels.update(after.segments, after.gradients, **SETTINGS, backend="extension")
-    assert kernels.kernels_run == {kernel: 10_000}
+    assert dispatch.kernels_run == {kernel: 10_000}
     reference.update(expected.segments, expected.gradients, **SETTINGS)
     flips = 0
     for ours, theirs in zip(after.segments, expected.segments, strict=True):
@@ -242,7 +242,7 @@ def test_a_wrong_argument_is_named_with_what_was_expected(changes, message):
 
 def without_extension(monkeypatch):
     monkeypatch.setattr(extension, "load", lambda: extension.Loaded(None, "it was not built"))
-    monkeypatch.setattr(kernels, "_warned", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
 
 
 def test_a_missing_extension_is_one_warning_and_the_reference(monkeypatch, recwarn):
@@ -271,9 +271,9 @@ def test_asking_for_a_missing_extension_is_an_error(monkeypatch):
 def test_the_reference_on_request_neither_warns_nor_runs_a_kernel(monkeypatch, recwarn):
     without_extension(monkeypatch)
     made, gradient = segment(Shard(0, 48, 16, 8), seed=9)
-    kernels.kernels_run.clear()
+    dispatch.kernels_run.clear()
     kernels.update([made], [gradient], **SETTINGS, backend="reference")
-    assert kernels.kernels_run == {"reference": 1}
+    assert dispatch.kernels_run == {"reference": 1}
     assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
 
 
@@ -281,9 +281,9 @@ def test_the_reference_on_request_neither_warns_nor_runs_a_kernel(monkeypatch, r
 def test_float64_weights_take_the_reference_unless_the_extension_was_asked_for():
     made, gradient = segment(Shard(0, 48, 16, 8), seed=10)
     made = dataclasses.replace(made, weight=made.weight.double())
-    kernels.kernels_run.clear()
+    dispatch.kernels_run.clear()
     kernels.update([made], [gradient], **SETTINGS)
-    assert kernels.kernels_run == {"reference": 1}
+    assert dispatch.kernels_run == {"reference": 1}
     with pytest.raises(UnsupportedError, match=r"cannot update weight10 in torch\.float64: it works on fp32"):
         kernels.update([made], [gradient], **SETTINGS, backend="extension")
 
@@ -291,9 +291,9 @@ def test_float64_weights_take_the_reference_unless_the_extension_was_asked_for()
 def test_nothing_to_do_is_no_call(monkeypatch):
     kernels.update([], [], **SETTINGS)
     made, gradient = segment(Shard(16, 16, 16, 8), seed=11)
-    kernels.kernels_run.clear()
+    dispatch.kernels_run.clear()
     assert kernels.update([made], [gradient], **SETTINGS) == []
-    assert not kernels.kernels_run
+    assert not dispatch.kernels_run
 
 
 def test_the_extension_is_there_unless_nothing_can_build_it():
@@ -375,9 +375,7 @@ def test_plain_pytorch_finds_exact_signs_also_where_the_process_allows_less_than
         original(*args, **settings)
 
     monkeypatch.setattr(reference, "update", update)
-    segment = reference.Segment(
-        "w", Shard(0, 8, 4, 2), 2, 4, torch.ones(8), torch.zeros(8), torch.eye(2).repeat(2, 1, 1)
-    )
+    segment = Segment("w", Shard(0, 8, 4, 2), 2, 4, torch.ones(8), torch.zeros(8), torch.eye(2).repeat(2, 1, 1))
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         kernels.update(

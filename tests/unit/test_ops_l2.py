@@ -11,7 +11,7 @@ from update_cases import SETTINGS, Case, cases, check_scaled_against_float64, co
 
 from megatron_dobb.errors import NonFiniteError
 from megatron_dobb.methods.dobb import kernels, update
-from megatron_dobb.methods.dobb.blocks import Shard
+from megatron_dobb.sharding.segment import Shard
 
 
 @needs_extension

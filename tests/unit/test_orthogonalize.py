@@ -8,7 +8,8 @@ from moment_kinds import cases, equal_features, float64_error, generator, moment
 
 from megatron_dobb.errors import ConfigError
 from megatron_dobb.methods.dobb import orthogonalize
-from megatron_dobb.methods.dobb.orthogonalize import full_precision, householder, orthonormality_error, refresh_basis
+from megatron_dobb.methods.dobb.orthogonalize import householder, orthonormality_error, refresh_basis
+from megatron_dobb.numerics.precision import full_precision
 
 METHODS = ("householder", "cholesky", "eigh")
 ITERATIVE = ("householder", "cholesky")

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_dobb.errors import NonFiniteError
 from megatron_dobb.methods.dobb import update as reference
-from megatron_dobb.methods.dobb.blocks import Shard
-from megatron_dobb.methods.dobb.update import Segment
 from megatron_dobb.numerics.finite import check_finite
+from megatron_dobb.sharding.segment import Segment, Shard
 
 SETTINGS = {
     "learning_rate": 0.01,

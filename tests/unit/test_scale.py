@@ -19,10 +19,10 @@ from model_holdings import MODELS, aligned, holdings_of
 from model_shapes import experts
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_dobb.methods.dobb.block_ownership import BlockOwnership, work
 from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshGroup, share_out
 from megatron_dobb.sharding.buffer_layout import Item
-from megatron_dobb.sharding.load_balancing import TOLERANCE, best_possible, work
-from megatron_dobb.sharding.ownership import Ownership
+from megatron_dobb.sharding.load_balancing import TOLERANCE, best_possible
 from testbed import processes
 
 CASES: dict[str, tuple[int, Callable[[], list[Item]]]] = {
@@ -52,7 +52,7 @@ class Simulated:
     calls: list[list[tuple[Any, ...]]] = field(default_factory=list)
     splits: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     owned: list[list[tuple[str, int]]] = field(default_factory=list)
-    owners: list[Ownership] = field(default_factory=list)
+    owners: list[BlockOwnership] = field(default_factory=list)
     padding: list[int] = field(default_factory=list)
     extra: float = 0.0
 
@@ -71,7 +71,7 @@ class _Told(Exception):
     """What a rank says in the gather."""
 
 
-def share_out_among(members: list[Members]) -> dict[int, Ownership]:
+def share_out_among(members: list[Members]) -> dict[int, BlockOwnership]:
     """What `share_out` finds on the first and on the last rank, having gathered what each would have said."""
     said: list[Any] = []
 
@@ -125,7 +125,7 @@ def simulate(case: str) -> Simulated:
     return result
 
 
-def refresh(rank: int, members: Members, owners: dict[int, Ownership], result: Simulated) -> None:
+def refresh(rank: int, members: Members, owners: dict[int, BlockOwnership], result: Simulated) -> None:
     """The collectives of one rank's refresh."""
     calls: list[tuple[Any, ...]] = []
     number, ranks = 0, dist.get_world_size()

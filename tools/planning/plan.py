@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_dobb.methods.dobb.block_ownership import work
 from megatron_dobb.methods.dobb.schedule import phases
 from megatron_dobb.methods.dobb.settings import DobbConfig
-from megatron_dobb.sharding.ownership import work
 
 from ..reproduction import payload
 from .buffers import Buffer, Chosen, Managed, choose, lay_out

@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dobb.megatron.model.weight_sharding import MomentSet, check_split_expert, column_set, moment_set
+from megatron_dobb.methods.dobb.block_ownership import BlockOwnership, work
 from megatron_dobb.methods.dobb.footprint import SUM_BYTES, RankCosts, WidthCosts, momentum_costs, refresh_costs
 from megatron_dobb.methods.dobb.settings import DTYPES, DobbConfig
-from megatron_dobb.sharding.ownership import Ownership, work
 
 from ..reproduction import payload
 from .buffers import Buffer, Managed
@@ -227,7 +227,7 @@ def ranks_of_stage(
     sets = {}
     for key, of_ranks in holdings.items():
         names = [name for name, own in key_of.items() if own == key]
-        ownership = Ownership.share_out(of_ranks, {name: managed[name].width for name in names})
+        ownership = BlockOwnership.share_out(of_ranks, {name: managed[name].width for name in names})
         costs: list[WidthCosts] = []
         for chunk in chunks:
             blocks = {name: managed[name].local_blocks for name in names if name in chunk}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...methods.dobb import update
-from ...methods.dobb.update import Segment
+from ...sharding.segment import Segment
 from .process_groups import Ranks
 from .select_weights import DobbWeight
 

@@ -24,8 +24,8 @@ from ...methods.dobb.metrics import merge, named
 from ...methods.dobb.metrics_recorder import Observer, Sink
 from ...methods.dobb.refresh_group import RefreshCounts, RefreshGroup
 from ...methods.dobb.settings import DobbConfig, flag
-from ...methods.dobb.update import Segment
 from ...sharding.ownership import Block
+from ...sharding.segment import Segment
 from .select_weights import DobbWeight
 
 SINK_ATTRIBUTE = "dobb_diagnostics"

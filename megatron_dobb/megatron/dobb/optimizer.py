@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...methods.dobb import kernels, update
+from ...methods.dobb import kernels
+from ...methods.dobb.block_ownership import work
 from ...methods.dobb.capture import Capture, MomentSum
 from ...methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup
 from ...methods.dobb.schedule import is_due, phases
 from ...methods.dobb.settings import DobbConfig
-from ...sharding.ownership import work
+from ...sharding.segment import Segment
 from ..model.chunk_state import ChunkState
 from ..shard_optimizer import ShardOptimizer, gather_over_all_ranks
 from .column_norms import ColumnNorms
@@ -38,7 +39,7 @@ class RefreshFacts:
     one_launch_queue: bool
 
 
-class DobbDistributedOptimizer(ShardOptimizer[DobbWeight, update.Segment]):
+class DobbDistributedOptimizer(ShardOptimizer[DobbWeight, Segment]):
     """ZeRO-1 with Dobb.
 
     On a refresh step the moments are reduced and the bases renewed before the gradients are looked at, so that a step
@@ -135,8 +136,8 @@ class DobbDistributedOptimizer(ShardOptimizer[DobbWeight, update.Segment]):
         )
         self.begin_step()
 
-    def _segment(self, weight: DobbWeight, shard: torch.nn.Parameter, momentum: Tensor) -> update.Segment:
-        return update.Segment(
+    def _segment(self, weight: DobbWeight, shard: torch.nn.Parameter, momentum: Tensor) -> Segment:
+        return Segment(
             weight.name,
             weight.shard(*self.cut_of[weight.name]),
             weight.geometry.rows,

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from ...background.side_stream import Task, Worker
 from ...methods.dobb import schedule
 from ...methods.dobb.capture import Capture, MomentSum, scale_sums
-from ...methods.dobb.orthogonalize import products_are_exact
 from ...methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
 from ...methods.dobb.settings import DTYPES, DobbConfig
+from ...numerics.precision import products_are_exact
 from ..console import say
 from .metrics import Diagnostics, step_number
 from .process_groups import Ranks

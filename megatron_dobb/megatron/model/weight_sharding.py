@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ...errors import UnsupportedError
-from ...methods.dobb.blocks import Shard, block_width
+from ...methods.dobb.blocks import block_width
 from ...methods.dobb.settings import Asked, DobbConfig
+from ...sharding.segment import Shard
 from .adapters import GlobalShape
 
 MomentSet = Literal["tokens", "tokens over tensor", "expert tokens"]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError, UnsupportedError
-from ...methods.dobb.kernels import BACKENDS, PRECISIONS
+from ...kernels.dispatch import BACKENDS
+from ...methods.dobb.kernels import PRECISIONS
 from ...methods.dobb.settings import CAPTURE_POLICIES, DTYPES, NORMS, QR_METHODS, SIDES, SOURCES, DobbConfig
 
 OPTIMIZER = "dobb"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import repeat
 
-from ...sharding.ownership import Ownership, triangle
+from .block_ownership import BlockOwnership, triangle
 
 MOMENTUM_BYTES = 4
 """Of one element of the momentum, which is fp32 whatever the weight is."""
@@ -225,7 +225,7 @@ def transient_peak(chunks: Sequence[Sequence[Transient]], *, reduced_first: bool
 
 
 def refresh_costs(
-    ownership: Ownership,
+    ownership: BlockOwnership,
     blocks: Mapping[str, int],
     *,
     moment_bytes: int,

@@ -1,9 +1,9 @@
-"""The one door to the update, the moment sums and the bases: the extension where it is there, else plain PyTorch."""
+"""Run Dobb's update, moment sums and refreshes: by the compiled extension where it is there, else in plain PyTorch.
+
+The one door to the method's operators in csrc.
+"""
 
 import contextlib
-import os
-import warnings
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -11,28 +11,23 @@ import torch
 from torch import Tensor
 
 from ...errors import NonFiniteError, UnsupportedError
-from ...kernels import extension
+from ...kernels import dispatch
+from ...kernels.dispatch import Backend
+from ...numerics.precision import full_precision
+from ...sharding.segment import Segment
 from . import moment
 from . import update as reference
-from .orthogonalize import Method, RefreshedBasis, full_precision
+from .orthogonalize import Method, RefreshedBasis
 from .orthogonalize import refresh_basis as plain_refresh_basis
-from .update import Segment
 
-Backend = Literal["auto", "extension", "reference"]
 Precision = Literal["exact", "bf16"]
-BACKENDS = get_args(Backend)
 PRECISIONS = get_args(Precision)
-
-kernels_run: Counter[str] = Counter()
-"""How often each path ran, in segments: the CPU variant's name, `cuda` or `reference`."""
 
 _GRAM_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16),  # the tensor cores' fp32 is TF32, too coarse for second moments
 }
 """Activations whose second moments the extension sums; others go through batched matrix products."""
-
-_warned: set[str] = set()
 
 Pending = list[tuple[tuple[str, ...], Tensor]]
 """Names of weights, and the number of their coefficients that were not finite, still on its device."""
@@ -73,7 +68,7 @@ def update(
         What `check` must look at before the next step, on devices that run behind the host. Nothing on a CPU.
 
     Raises:
-        NonFiniteError: if coefficients on a CPU are not finite, which `check_finite` does not rule out:
+        NonFiniteError: if coefficients on a CPU are not finite, which `numerics.finite.check_finite` does not rule out:
             finite gradients can overflow the momentum.
         UnsupportedError: if `backend` is `extension` and it cannot run.
     """
@@ -122,10 +117,10 @@ def update(
             precision,
             "sign" if column_scales is None else "l2",
         )
-        kernels_run[_kernel_name(device)] += len(chosen)
+        dispatch.kernels_run[dispatch.kernel_name(device)] += len(chosen)
         pending.append((tuple(segments[i].name for i in chosen), count))
     if plain:
-        kernels_run["reference"] += len(plain)
+        dispatch.kernels_run["reference"] += len(plain)
         device = segments[plain[0]].weight.device
         with full_precision(device) if precision == "exact" else contextlib.nullcontext():
             reference.update(
@@ -182,7 +177,7 @@ def gram_(total: Tensor, activations: Tensor, width: int, backend: Backend = "au
     rows = activations.detach().reshape(-1, activations.shape[-1])
     device = rows.device.type
     supported = rows.dtype in _GRAM_DTYPES.get(device, ()) and width > 0 and not rows.shape[1] % width
-    if supported and _may_run(device, backend):
+    if supported and dispatch.may_use_extension(device, backend):
         torch.ops.dobb.gram_(total, rows if rows.stride(1) == 1 else rows.contiguous(), width)
     else:
         total += moment.gram(activations, width)
@@ -232,7 +227,7 @@ def refresh_basis(
         ConfigError: on an unknown method or fewer than one iteration.
     """
     compiled = moment.device.type == "cpu" and method in ("householder", "cholesky") and iterations >= 1
-    if not compiled or not _may_run("cpu", backend):
+    if not compiled or not dispatch.may_use_extension("cpu", backend):
         return plain_refresh_basis(moment, basis, method=method, iterations=iterations)
     with full_precision(moment.device):
         return RefreshedBasis(*torch.ops.dobb.refresh_basis(moment, basis, method, iterations))
@@ -254,11 +249,6 @@ def check(pending: Pending) -> None:
             )
 
 
-def _may_run(device: str, backend: Backend) -> bool:
-    """Whether the extension computes what is not an update. `update` is what insists on it or warns."""
-    return backend != "reference" and extension.runs_on(device)
-
-
 def _basis(segment: Segment) -> Tensor:
     assert segment.basis is not None
     return segment.basis
@@ -266,20 +256,7 @@ def _basis(segment: Segment) -> Tensor:
 
 def _takes(segment: Segment, backend: Backend) -> bool:
     """Whether the extension updates a segment. Without a basis there is nothing to fuse."""
-    if backend == "reference" or segment.basis is None:
-        return False
-    device = segment.weight.device.type
-    if not extension.runs_on(device):
-        reason = extension.why_not(device)
-        if backend == "extension":
-            raise UnsupportedError(
-                f"--dobb-backend extension cannot run on {device}: {reason}. Use --dobb-backend auto or reference; or "
-                f"{extension.HOW_TO_BUILD}"
-            )
-        _warn_once(
-            f"megatron_dobb runs its slower plain PyTorch update on {device}, because the extension is missing: "
-            f"{reason}. To build it, {extension.HOW_TO_BUILD}; --dobb-backend reference silences this"
-        )
+    if segment.basis is None or not dispatch.chooses_extension(segment.weight.device.type, backend):
         return False
     supported = segment.weight.dtype == torch.float32
     if not supported and backend == "extension":
@@ -290,20 +267,9 @@ def _takes(segment: Segment, backend: Backend) -> bool:
     return supported
 
 
-def _warn_once(message: str) -> None:
-    if message not in _warned and os.environ.get("RANK", "0") == "0":
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
-    _warned.add(message)
-
-
 def _supported_gradient(gradient: Tensor) -> Tensor:
     return (gradient if gradient.dtype in (torch.float32, torch.bfloat16) else gradient.float()).contiguous()
 
 
 def _copy_or_empty(copy: Tensor | None, device: torch.device) -> Tensor:
     return copy if copy is not None else torch.empty(0, dtype=torch.bfloat16, device=device)
-
-
-def _kernel_name(device: torch.device) -> str:
-    module = extension.load().module
-    return module.chosen_cpu_kernel() if device.type == "cpu" and module is not None else device.type

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .update import Segment, direction, step_scale
+from ...sharding.segment import Segment
+from .update import direction, step_scale
 
 PREFIX = "dobb"
 METRICS = (

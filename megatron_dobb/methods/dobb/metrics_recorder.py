@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ...sharding.ownership import Block
+from ...sharding.segment import Segment
 from . import metrics
 from .metrics import Sums
 from .settings import DobbConfig
-from .update import Segment
 
 BlocksOf = Callable[[], Iterable[tuple[Sequence[Block], Tensor]]]
 """Gives blocks and copies of their bases `[k, b, b]`, in the same order every time."""

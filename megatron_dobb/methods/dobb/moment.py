@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...errors import BlockError
-from .orthogonalize import Method, RefreshedBasis, full_precision, refresh_basis
+from ...numerics.precision import full_precision
+from .orthogonalize import Method, RefreshedBasis, refresh_basis
 
 _TOKENS_AT_A_TIME = 1024
 """Tokens in one product. It bounds the fp32 copy of the activations, and the error of the sum: products of

@@ -16,21 +16,19 @@ width 64 or more), and neither waits for the device. `qr` and `eigh` may take on
 waits once, to learn which blocks failed; `householder` never does.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...numerics.precision import full_precision
 
 Method = Literal["householder", "cholesky", "eigh"]
 
 MAX_ERROR = 1e-5
 """Largest `max |Q^T Q - I|` of a basis that is handed out, in fp32."""
 
-_EXACT = ("none", "ieee")
 _DAMPING = 1e-5
 _FIRST_SHIFT_PER_COLUMN = 1e-7
 _CHOLESKY_PASSES = 3
@@ -41,34 +39,6 @@ class RefreshedBasis(NamedTuple):
 
     basis: Tensor
     fell_back: Tensor
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Real fp32 products, whatever the process allows elsewhere: no autocast, TF32 or bf16 in place of fp32.
-
-    With TF32, which some containers switch on by environment variable, products carry errors of 1e-3 and no
-    basis would reach `MAX_ERROR`. Gradients are not recorded.
-    """
-    # Only what must change is touched: these switches are the whole process's, in which other threads may run.
-    changed = [(switch, switch.fp32_precision) for switch in _switches() if switch.fp32_precision not in _EXACT]
-    try:
-        for switch, _ in changed:
-            switch.fp32_precision = "ieee"
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for switch, precision in changed:
-            switch.fp32_precision = precision
-
-
-def products_are_exact() -> bool:
-    """Whether fp32 products are real ones all over the process, so that `full_precision` switches nothing."""
-    return all(switch.fp32_precision in _EXACT for switch in _switches())
-
-
-def _switches() -> tuple[Any, Any]:
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 def refresh_basis(moment: Tensor, basis: Tensor, *, method: Method, iterations: int = 1) -> RefreshedBasis:

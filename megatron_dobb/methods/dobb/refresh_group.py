@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import CaptureError, LayoutError
-from ...sharding.ownership import Block, Ownership, triangle
+from ...sharding.ownership import Block
+from .block_ownership import BlockOwnership, triangle
 from .capture import MomentSum
 from .footprint import COUNT_TERMS, COUNTS_BYTES, blocks_at_a_time
 from .kernels import Backend, refresh_basis
@@ -67,7 +68,7 @@ class RefreshCounts:
 
 def share_out[Key: Any](
     members: Mapping[Key, Sequence[HeldWeight]], group: dist.ProcessGroup | None
-) -> dict[Key, Ownership]:
+) -> dict[Key, BlockOwnership]:
     """Share the blocks of all refresh groups of one process group out at once, so that their work adds up evenly.
 
     Collective over the group: one gather, however many members there are.
@@ -99,7 +100,7 @@ def share_out[Key: Any](
                 f"ranks {rank} and {other} of one data-parallel group manage different weights (name, blocks, block "
                 f"width): {sorted(differing)[:4]}; every rank must build the same model with the same --dobb-* flags"
             )
-    whole = Ownership.share_out([held for _, held in everyone], {w.key: w.width for w in weights})
+    whole = BlockOwnership.share_out([held for _, held in everyone], {w.key: w.width for w in weights})
     for weight in weights:
         owned = len(whole.owners.get(weight.key, ()))
         if owned != weight.blocks:
@@ -135,7 +136,7 @@ class RefreshGroup:
         self,
         weights: Sequence[HeldWeight],
         group: dist.ProcessGroup | None,
-        ownership: Ownership,
+        ownership: BlockOwnership,
         *,
         moment_dtype: torch.dtype,
         basis_dtype: torch.dtype,
@@ -159,7 +160,7 @@ class RefreshGroup:
 
         position = {block: i for i, block in enumerate(self.kept)}
         self.owned_positions = positions(self.owned)
-        sends, receives = self.ownership.basis_sends(self.rank), self.ownership.basis_receives(self.rank)
+        sends, receives = self.ownership.result_sends(self.rank), self.ownership.result_receives(self.rank)
         self.sent_positions = positions([block for message in sends for block in message])
         self.received_positions = positions([block for message in receives for block in message])
         self.block_bytes = self.width**2 * basis_dtype.itemsize
@@ -270,7 +271,7 @@ class RefreshGroup:
         """Fix what of the flat buffer this rank sends where, and what it gets."""
         self.triangle = triangle(self.width)
         self.first_token = sum(w.blocks for w in self.weights) * self.triangle
-        self.flow = self.ownership.moment_flow(self.count_terms)
+        self.flow = self.ownership.moment_route(self.count_terms)
         self.moment_sends = self.flow.sends(self.rank)
         self.moment_send_sizes = [sum(end - start for start, end in ranges) for ranges in self.moment_sends]
         self.moment_receive_sizes = self.flow.receive_sizes(self.rank)

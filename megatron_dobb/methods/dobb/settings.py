@@ -9,7 +9,8 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 
 from ...errors import ConfigError
-from .kernels import BACKENDS, PRECISIONS, Backend, Precision
+from ...kernels.dispatch import BACKENDS, Backend
+from .kernels import PRECISIONS, Precision
 from .orthogonalize import Method
 
 DEFAULT_BLOCKS = 16

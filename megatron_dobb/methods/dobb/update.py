@@ -8,13 +8,12 @@ weight: such a segment is `turned` first.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .blocks import Shard
+from ...sharding.segment import Segment
 
 
 def project(momentum: Tensor, basis: Tensor) -> Tensor:
@@ -54,77 +53,6 @@ def direction(momentum: Tensor, basis: Tensor | None, column_scales: Tensor | No
 def step_scale(rows: int, columns: int, update_scale: float) -> float:
     """Factor of the direction in the weight's step: `tau sqrt(max(m, n) / m)` for global `m` rows, `n` columns."""
     return update_scale * math.sqrt(max(rows, columns) / rows)
-
-
-@dataclass
-class Segment:
-    """A flat shard of one managed weight and all that its update touches.
-
-    Attributes:
-        name: the weight's name.
-        shard: the range, in whole blocks.
-        rows: the weight's **global** number of rows, `m`.
-        columns: its **global** number of columns, `n`.
-        weight: the shard of the weight, `[shard.numel]`; the fp32 master where there is one.
-        momentum: `M`, `[shard.numel]` fp32.
-        basis: bases of `shard.held_blocks()`, `[held, b, b]`, in that order; None for the momentum's own entries.
-        output_side: whether the blocks run over the output axis. `weight` and `momentum` then hold whole row blocks
-            `[k b, n]` (or a column slice of them), row-major, and `shard` is that of their transpose.
-    """
-
-    name: str
-    shard: Shard
-    rows: int
-    columns: int
-    weight: Tensor
-    momentum: Tensor
-    basis: Tensor | None
-    output_side: bool = False
-
-    @property
-    def column_length(self) -> int:
-        """Entries in one column of the whole weight's coefficients: `m`, or `n` on the output side."""
-        return self.columns if self.output_side else self.rows
-
-    def turned(self) -> "Segment":
-        """The same piece as blocks over the input axis: of an output side's, a transposed copy."""
-        if not self.output_side:
-            return self
-        return replace(
-            self,
-            rows=self.columns,
-            columns=self.rows,
-            weight=self.turn(self.weight),
-            momentum=self.turn(self.momentum),
-            output_side=False,
-        )
-
-    def turn(self, flat: Tensor) -> Tensor:
-        """A flat tensor of this piece in the order of `shard`: transposed, on the output side, and then a copy."""
-        if not self.output_side:
-            return flat
-        # One row or one column transposes to itself, which contiguous() or reshape() would give back uncopied.
-        return flat.view(self.shard.columns, -1).t().clone(memory_format=torch.contiguous_format).view(-1)
-
-    def turn_back(self, flat: Tensor) -> Tensor:
-        """What `turn` was given, from what it returned."""
-        return flat.view(-1, self.shard.columns).t().reshape(-1) if self.output_side else flat
-
-    def take_back(self, turned: "Segment") -> None:
-        """Write the weight and the momentum of a turned copy back to their places."""
-        for mine, other in ((self.weight, turned.weight), (self.momentum, turned.momentum)):
-            mine.view(self.shard.columns, -1).copy_(other.view(-1, self.shard.columns).t())
-
-    def rectangles(self) -> Iterator[tuple[tuple[int, int, int], slice]]:
-        """For every piece of the shard: its offset, rows and blocks, and the place of these among the held ones."""
-        place = {block: i for i, block in enumerate(self.shard.held_blocks())}
-        for piece in self.shard.pieces():
-            first = place[piece.first_block]
-            yield (piece.offset, piece.rows, piece.blocks), slice(first, first + piece.blocks)
-
-    def rectangle(self, flat: Tensor, offset: int, rows: int, blocks: int) -> Tensor:
-        """View `[rows, blocks, b]` of a piece of a flat tensor of this shard."""
-        return flat[offset : offset + rows * blocks * self.shard.width].view(rows, blocks, self.shard.width)
 
 
 def update(
