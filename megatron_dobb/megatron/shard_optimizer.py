@@ -6,12 +6,13 @@ default. The hooks, in the order in which they are called:
 * `_prepare`: collective set-up over all ranks, such as process groups.
 * `_build`: what the method needs for the weights of this rank, before their segments are made.
 * `_segment`: what `_update` needs of one shard.
+* `_check_gradients`: raises for gradients that are not finite, on the rank that has them. A method whose `_update`
+  communicates must raise on all ranks that wait for one another.
 * `_update`: the update of all weights of this rank.
 * `_extra_state`: what a checkpoint holds besides the masters and the momentum.
 """
 
 import functools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -20,27 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..numerics.finite import check_finite
 from .checkpoint.save_load import ExtraState, MethodCheckpoint
-from .console import log_whole_model
 from .model.chunk_state import ChunkState, ManagedWeight, Selection, state_of
 from .model.global_names import kind_of
+from .startup_check import MethodSettings, check_whole_model
 from .upstream_fixes import UpstreamFixes
 
 MOMENTUM = "exp_avg"  # Megatron's checkpoint code carries flat state of this name.
 PLACEHOLDER = "exp_avg_sq"  # AdamW has it besides, and the methods here do not.
-
-
-class MethodSettings(Protocol):
-    """Settings that every method has."""
-
-    @property
-    def load_other_optimizer(self) -> bool:
-        """Whether the user wants to continue AdamW's checkpoint, whose first moments become the momentum."""
-
-    def check_patterns_used(self, used: set[str]) -> None:
-        """Raise a `ConfigError` for a name pattern of the user that is not in `used`: it matches no weight."""
 
 
 class ShardSegment(Protocol):
@@ -51,7 +41,7 @@ class ShardSegment(Protocol):
 
 
 @dataclass
-class Segment:
+class FlatSegment:
     """A flat shard of one weight, for methods that look at nothing but its entries.
 
     Attributes:
@@ -65,22 +55,6 @@ class Segment:
     momentum: Tensor
 
 
-@dataclass(frozen=True)
-class ModelPart:
-    """Facts on the part of the model that one rank holds, compared over all ranks at the start.
-
-    Attributes:
-        patterns_used: the user's name patterns that match a weight here.
-        weights: number of managed weights, and of their elements, by what ranks share: those with the same key hold
-            parts or copies of the same weights.
-        kinds_on_adamw: see `Selection.kinds_on_adamw`.
-    """
-
-    patterns_used: frozenset[str]
-    weights: dict[tuple[int, ...], tuple[int, int]]
-    kinds_on_adamw: frozenset[str]
-
-
 class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
     """Megatron's distributed optimizer with a method for the managed weights and its own AdamW for all others.
 
@@ -89,8 +63,9 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
     masters are. Every model chunk must have the state that the patched DDP gives it.
 
     Attributes:
-        method, title: the method's name, and its name in sentences. The former is value of `--optimizer`, its key in
-            checkpoints and the `optimizer` of its param groups.
+        method: its name, which is the value of `--optimizer`, its key in checkpoints and the `optimizer` of its param
+            groups.
+        title: its name in sentences.
         settings: the method's, with which the model was wrapped.
         selections: the weights of each model chunk, of all optimizers of this rank.
         weights_of_chunk: for each model chunk, the weights of this optimizer.
@@ -128,7 +103,9 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
         self.segments: list[list[S]] = []
         self.shards: list[list[torch.nn.Parameter]] = []
         if states[0].kinds_on_adamw is None:
-            states[0].kinds_on_adamw = self._check_whole_model(model_chunks[0])
+            states[0].kinds_on_adamw = check_whole_model(
+                self.method, self.title, self.settings, self.selections, model_chunks[0]
+            )
         self.kinds_on_adamw: set[str] = states[0].kinds_on_adamw
         self._prepare(model_chunks[0], states[0])
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, **kwargs)
@@ -158,7 +135,18 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
 
     def _segment(self, weight: W, shard: torch.nn.Parameter, momentum: Tensor) -> S:
         """Describe a shard for `_update`. It must hold `shard` itself, whose tensor programs give other storage."""
-        return Segment(weight.name, shard, momentum)  # type: ignore[return-value]  # of methods without a type of their own
+        return FlatSegment(weight.name, shard, momentum)  # type: ignore[return-value]  # of methods without a type of their own
+
+    def _check_gradients(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """Raise a `NonFiniteError` before anything is changed.
+
+        Args:
+            gradients: of each segment.
+        """
+        check_finite(
+            [segment.name for segments in self.segments for segment in segments],
+            [gradient for of_group in gradients for gradient in of_group],
+        )
 
     def _update(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Update momentum and weights of `segments`; learning rate and weight decay are in the param groups.
@@ -176,36 +164,6 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
 
     def _is_managed(self, group: dict[str, Any]) -> bool:
         return group.get("optimizer") == self.method
-
-    def _check_whole_model(self, chunk: Any) -> set[str]:
-        """Check, over all ranks, that there is something to update and that every name pattern names something.
-
-        Returns:
-            `Selection.kinds_on_adamw` of the whole model.
-        """
-        weights = {weight.name: weight for selection in self.selections for weight in selection.managed}.values()
-        stage, expert_rank = chunk.pp_group.rank(), chunk.ep_group.rank()
-        part = ModelPart(
-            frozenset().union(*(selection.patterns_used for selection in self.selections)),
-            {
-                (stage,): _size([weight for weight in weights if not weight.is_expert_parallel]),
-                (stage, expert_rank): _size([weight for weight in weights if weight.is_expert_parallel]),
-            },
-            frozenset().union(*(selection.kinds_on_adamw() for selection in self.selections)),
-        )
-        parts = gather_over_all_ranks(part)
-        self.settings.check_patterns_used(set().union(*(part.patterns_used for part in parts)))
-        sizes = {key: size for part in parts for key, size in part.weights.items()}.values()
-        matrices, elements = (sum(numbers) for numbers in zip(*sizes, strict=True))
-        if not matrices:
-            reasons = sum((selection.reasons() for selection in self.selections), Counter[str]())
-            raise ConfigError(
-                f"--optimizer {self.method} manages no matrix of this model: "
-                + "; ".join(f"{number} parameters: {reason}" for reason, number in reasons.items())
-                + f". Use --optimizer adam, or fewer --{self.method}-exclude patterns"
-            )
-        log_whole_model(self.method, self.title, matrices, elements)
-        return set().union(*(part.kinds_on_adamw for part in parts))
 
     def _managed_pairs(self) -> Iterator[tuple[int, W, torch.nn.Parameter]]:
         """Param group index, weight and this rank's fp32 shard of every managed parameter."""
@@ -247,12 +205,6 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
             return super().step_with_ready_grads()
         finally:
             self.optimizer.param_groups = groups
-
-    def _check_gradients(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        check_finite(
-            [segment.name for segments in self.segments for segment in segments],
-            [gradient for of_group in gradients for gradient in of_group],
-        )
 
     def offload_to_cpu(self) -> None:
         """Offload the state as Megatron does, and free the momenta of managed weights as well."""
@@ -360,18 +312,6 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
         for group in self.optimizer.param_groups:
             if self._is_managed(group):
                 group.pop("step", None)  # the inner optimizer never counts it on
-
-
-def gather_over_all_ranks[T](value: T) -> list[T]:
-    """The values of all ranks of the job, by rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _size(weights: Sequence[ManagedWeight]) -> tuple[int, int]:
-    """Number of weights, and of their elements in the whole model."""
-    return len(weights), sum(weight.elements for weight in weights)
 
 
 def _gradient(shard: torch.nn.Parameter) -> Tensor:

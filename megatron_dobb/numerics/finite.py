@@ -1,4 +1,4 @@
-"""Refuse gradients that are not finite."""
+"""Check gradients for non-finite values."""
 
 import math
 from collections.abc import Sequence

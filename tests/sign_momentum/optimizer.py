@@ -6,10 +6,10 @@ from torch import Tensor
 
 from megatron_dobb.megatron.console import say
 from megatron_dobb.megatron.model.chunk_state import ManagedWeight
-from megatron_dobb.megatron.shard_optimizer import Segment, ShardOptimizer
+from megatron_dobb.megatron.shard_optimizer import FlatSegment, ShardOptimizer
 
 
-class SignMomentumOptimizer(ShardOptimizer[ManagedWeight, Segment]):
+class SignMomentumOptimizer(ShardOptimizer[ManagedWeight, FlatSegment]):
     """ZeRO-1 with sign momentum. Each rank updates its shard by itself."""
 
     method = "signmomentum"

@@ -80,9 +80,7 @@ def test_the_width_of_a_weights_blocks_is_found_again():
     assert SAVED.width("decoder.layers.0.self_attention.linear_proj.weight", 64) is None, "it was excluded"
     assert SAVED.width("decoder.layers.0.mlp.linear_fc2.weight", 4) is None, "it had fewer columns than blocks"
     assert SAVED.width("decoder.layers.0.mlp.linear_fc1.weight", 66) is None, "it was of another model"
-    by_width = DobbRunMetadata.of(
-        DobbConfig(block_width=32), attempted_steps=0, capture_sequences=None, experts_apart=False
-    )
+    by_width = metadata_of(DobbConfig(block_width=32))
     assert by_width.width("any", 64) == 32
 
 
@@ -139,9 +137,7 @@ def test_what_ranks_read_from_one_offset_on_has_one_length(held, wanted_owners, 
     owners = tuple(rank % len(held) for rank in wanted_owners)
     everything = BlockOwnership([{"w": tuple(sorted(blocks))} for blocks in held], {"w": 1}, {"w": owners}, {"w": 8})
     config = DobbConfig(blocks=8)
-    saved = DobbRunMetadata.of(
-        DobbConfig(blocks=8 // ratio), attempted_steps=1, capture_sequences=1, experts_apart=False
-    )
+    saved = metadata_of(DobbConfig(blocks=8 // ratio))
     lengths: dict[tuple, set] = {}
     for rank in range(len(held)):
         group = SimpleNamespace(

@@ -15,7 +15,8 @@ from ...methods.dobb.schedule import is_due, phases
 from ...methods.dobb.settings import DobbConfig
 from ...sharding.segment import Segment
 from ..model.chunk_state import ChunkState
-from ..shard_optimizer import ShardOptimizer, gather_over_all_ranks
+from ..shard_optimizer import ShardOptimizer
+from ..startup_check import gather_over_all_ranks
 from .column_norms import ColumnNorms
 from .extra_state import DobbExtraState
 from .metrics import Diagnostics
