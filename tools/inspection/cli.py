@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,9 @@ def _data(
     return {
         "format": FORMAT,
         "checkpoint": str(path),
-        "facts": source.facts.plain(),
-        "weights": [each.plain() for each in figures],
-        "unhealthy": [each.plain() for each in found],
+        "facts": asdict(source.facts),
+        "weights": [asdict(each) for each in figures],
+        "unhealthy": [asdict(each) for each in found],
         "not_looked_at": list(missing),
     }
 

@@ -1,7 +1,7 @@
 """Contents of an opened checkpoint: facts on its run, and the state of each weight."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -43,10 +43,6 @@ class Facts:
     refresh_is_asked: bool | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
-
-    def plain(self) -> dict[str, Any]:
-        """The facts for JSON."""
-        return asdict(self)
 
 
 @dataclass

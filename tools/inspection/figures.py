@@ -1,7 +1,7 @@
 """Compute the figures of one weight from its moment, basis and momentum, as `methods.dobb.metrics` defines them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,10 +55,6 @@ class Figures:
     not_finite: Sequence[str] = ()
     spectrum: Sequence[float] = ()
     no_update: str | None = None
-
-    def plain(self) -> dict[str, object]:
-        """For JSON."""
-        return {**asdict(self), "not_finite": list(self.not_finite), "spectrum": list(self.spectrum)}
 
 
 def figures_of(name: str, state: State, facts: Facts) -> Figures:

@@ -1,7 +1,7 @@
 """Find figures that look unhealthy, by the limits and with the advice of `docs/diagnostics.md`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .contents import Facts
 from .figures import Figures
@@ -33,10 +33,6 @@ class Finding:
     limit: str
     meaning: str
     advice: str
-
-    def plain(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

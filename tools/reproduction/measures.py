@@ -1,9 +1,9 @@
 """Measures of a matrix from its singular values, and matrices with a given effective rank. All in float64."""
 
-import math
-
 import torch
 from torch import Tensor
+
+from megatron_dobb.methods.dobb import metrics as diagnostics
 
 
 def orthogonality(matrix: Tensor) -> float:
@@ -11,14 +11,12 @@ def orthogonality(matrix: Tensor) -> float:
 
     A zero matrix gives NaN.
     """
-    values = torch.linalg.svdvals(matrix.double())
-    return float(values.sum() / (math.sqrt(len(values)) * values.norm()))
+    return diagnostics.orthogonality(torch.linalg.svdvals(matrix.double()))
 
 
 def effective_rank(values: Tensor) -> float:
     """`exp(-sum p log p)` with `p = sigma / sum sigma`, as a fraction of the number of singular values given."""
-    shares = values.double() / values.double().sum()
-    return math.exp(float(torch.special.entr(shares).sum())) / len(values)
+    return diagnostics.effective_rank(values) / len(values)
 
 
 def power_law(size: int, rank_fraction: float) -> Tensor:
