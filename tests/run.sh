@@ -1,13 +1,25 @@
 #!/usr/bin/env bash
 # Run the tests that need no GPU.
 #
-#   tests/run.sh                        installs into .venv (once); formatting, lint, types, then all tests
+#   tests/run.sh                        installs into .venv (once); formatting, lint, types, then the quick tests
+#   tests/run.sh --all                  the same with all tests: what continuous integration runs
 #   tests/run.sh tests/unit -k layout   only pytest, with these arguments
 #   tests/run.sh -m gpu                 the tests that need a GPU
 set -euo pipefail
 
 # shellcheck source=../tools/environment.sh
 . "$(dirname "${BASH_SOURCE[0]}")/../tools/environment.sh"
+
+selection="not gpu and not full"
+if [ "${1:-}" = --all ]; then
+    if [ $# -gt 1 ]; then
+        say "error: --all takes no further arguments, and was given $2; without --all they go to pytest, which then also"
+        say "       runs the tests that only --all runs: tests/run.sh $2"
+        exit 2
+    fi
+    selection="not gpu"
+    shift
+fi
 
 python=$(find_python)
 without_cuda_unless_a_gpu_is_there # tests/functional/test_cuda_build.py compiles the CUDA kernels
@@ -36,8 +48,8 @@ fi
 # themselves: on a few cores, one at a time.
 cores=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
 status=0
-"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((cores < 8 ? cores : 8))" tests/emulation tests/unit ||
+"$VENV_PYTHON" -m pytest -m "$selection" -n "$((cores < 8 ? cores : 8))" tests/emulation tests/unit ||
     status=$?
-"$VENV_PYTHON" -m pytest -m "not gpu" -n "$((cores < 32 ? cores / 4 : 8))" --durations=15 \
+"$VENV_PYTHON" -m pytest -m "$selection" -n "$((cores < 32 ? cores / 4 : 8))" --durations=15 \
     tests/distributed tests/functional || status=$?
 exit $status

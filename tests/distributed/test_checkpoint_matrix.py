@@ -14,7 +14,7 @@ from global_form import merge
 from layout_runs import Layout
 
 from megatron_dobb import DobbConfig
-from testbed import processes
+from testbed import processes, tiers
 
 CONFIG = DobbConfig(blocks=4, refresh_interval=3, capture="all", basis_dtype="fp32")
 MODELS = {False: {"num_layers": 4}, True: {"num_layers": 2}}
@@ -63,6 +63,15 @@ PAIRS = [
 ]
 
 
+def kinds(pair):
+    """The kinds of parallelism of both layouts and the format: every two come together in the quick tier."""
+    saving, loading, sharding = pair
+    return saving.tensor, saving.pipeline, saving.expert, loading.tensor, loading.pipeline, loading.expert, sharding
+
+
+QUICK = tiers.pairwise(PAIRS, kinds)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
@@ -88,9 +97,9 @@ def source(layout, folder):
 
 
 @functools.cache
-def outcomes(layout, folder):
+def outcomes(layout, pairs, folder):
     """What a layout makes of all checkpoints that it is to load: results of its ranks, by source and format."""
-    sources = [(saved, sharding) for saved, loading, sharding in PAIRS if loading == layout]
+    sources = [(saved, sharding) for saved, loading, sharding in pairs if loading == layout]
     paths = [source(saved, folder)[0] / sharding for saved, sharding in sources]
     ranks = processes.run(
         layout.world, load_and_go_on, layout, CONFIG, MODELS[layout.experts], SAVED_AFTER, END, paths, timeout=300
@@ -116,7 +125,9 @@ def mean_difference(found, expected):
     return max(differences.values())
 
 
-@pytest.mark.parametrize("layout", dict.fromkeys(pair[0] for pair in PAIRS), ids=str)
+@pytest.mark.parametrize(
+    "layout", tiers.quick(dict.fromkeys(pair[0] for pair in PAIRS), {pair[0] for pair in QUICK}), ids=str
+)
 def test_every_block_is_written_by_exactly_one_rank(layout, folder):
     saved = source(layout, folder)[1]
     written = Counter(block for rank in saved for block in rank["written"])
@@ -132,11 +143,15 @@ def test_every_block_is_written_by_exactly_one_rank(layout, folder):
 
 @pytest.mark.parametrize(
     ("saving", "loading", "sharding"),
-    [pytest.param(*pair, id=f"{pair[2][:5]}: {pair[0]} to {pair[1]}") for pair in PAIRS],
+    tiers.quick(PAIRS, QUICK),
+    ids=str,
 )
-def test_a_checkpoint_is_loaded_bit_for_bit_on_another_layout_and_trained_on(saving, loading, sharding, folder, table):
+def test_a_checkpoint_is_loaded_bit_for_bit_on_another_layout_and_trained_on(
+    saving, loading, sharding, folder, table, request
+):
     saved = source(saving, folder)[1]
-    found = outcomes(loading, folder)[saving, sharding]
+    pairs = tuple(tiers.selected(request, ("saving", "loading", "sharding")))
+    found = outcomes(loading, pairs, folder)[saving, sharding]
     assert_same(merge([rank["loaded"] for rank in found]), merge([rank["saved"] for rank in saved]))
     assert all(rank["attempted"] == {END} for rank in found)
     end, expected = merge([rank["end"] for rank in found]), merge([rank["end"] for rank in saved])

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.megatron.dobb.metrics import SINK_ATTRIBUTE
-from testbed import gpt, processes, traffic
+from testbed import gpt, processes, tiers, traffic
 
 STEPS, INTERVAL, MU, TAU = 3, 2, 0.95, 0.2
 SIGN, L2 = ("sign", "input", "activation"), ("l2", "output", "gram")
@@ -31,7 +31,8 @@ CASES = {
     "experts, one process": (ONE_WITH_EXPERTS, SIGN),
     "experts apart": (Layout(2, micro_batch=6, experts=True, expert=2), SIGN),
 }
-every_case = pytest.mark.parametrize("case", CASES)
+QUICK = ["one process", "DP 2 x TP 2 + SP", "PP 2", "l2 of the outputs, one process"]
+every_case = pytest.mark.parametrize("case", tiers.quick(CASES, QUICK))
 
 
 def config_of(norm, side, source, interval):
@@ -146,7 +147,9 @@ def test_the_log_says_of_the_whole_model_what_float64_does(case):
     assert log == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "one process" not in case])
+@pytest.mark.parametrize(
+    "case", tiers.quick([case for case in CASES if "one process" not in case], ["DP 2 x TP 2 + SP", "PP 2"])
+)
 def test_every_layout_logs_what_one_process_does(case):
     layout, variant = CASES[case]
     one = ONE_WITH_EXPERTS if layout.experts else ONE
@@ -185,6 +188,7 @@ def test_only_logged_steps_communicate_more_and_all_ranks_alike(case):
             assert ("reduce" in names) == (layout.data > layout.instances or layout.expert > 1)
 
 
+@tiers.FULL
 def test_the_experts_of_all_ranks_are_in_the_log():
     names = {name for name in log_of("experts apart") if name.startswith("dobb/orthogonality/")}
     assert len({name for name in names if ".local_experts." in name}) == 2 * 2 * EXPERTS

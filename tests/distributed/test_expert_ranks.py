@@ -34,7 +34,7 @@ from whole_model import is_expert
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.megatron.seam import patches
-from testbed import gpt, processes
+from testbed import gpt, processes, tiers
 
 STEPS, BETA, MOMENTUM, UPDATE_SCALE = 4, 0.9, 0.95, 0.2
 TOLERANCE = 1e-5
@@ -52,7 +52,7 @@ LAYOUTS = [
     ExpertLayout(4, tensor=2, expert=2, expert_tensor=1),
     ExpertLayout(4, tensor=2, expert=2, expert_tensor=2),
 ]
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+every_layout = pytest.mark.parametrize("layout", tiers.quick(LAYOUTS, [LAYOUTS[1], LAYOUTS[2], LAYOUTS[6]]), ids=str)
 CONFIG = DobbConfig(
     blocks=BLOCKS,
     refresh_interval=2,

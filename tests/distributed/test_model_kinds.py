@@ -14,7 +14,7 @@ from model_kinds import DENSE, EXPERTS, HYBRID, LATENT_ATTENTION, KindRun, Place
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.megatron.model.chunk_state import selection_of
-from testbed import processes
+from testbed import processes, tiers
 
 STEPS, BLOCKS, BETA, NOISE, PERTURBED = 20, 4, 0.95, 1e-7, 3
 CONFIG = DobbConfig(blocks=BLOCKS, capture="all", refresh_interval=9, moment_beta=BETA)
@@ -210,6 +210,7 @@ def test_frozen_weights_are_neither_managed_nor_captured_nor_changed():
             assert torch.equal(weight, rank["start"][name]) == (name in frozen), name
 
 
+@tiers.FULL
 def test_memory_does_not_grow_with_steps_and_captured_sums_are_gone_after_each():
     def tensors():
         gc.collect()

@@ -16,7 +16,7 @@ from megatron_dobb.methods.dobb.capture import MomentSum
 from megatron_dobb.methods.dobb.moment import gram
 from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshGroup, share_out
 from megatron_dobb.sharding import load_balancing
-from testbed import processes
+from testbed import processes, tiers
 
 HOW = {"beta": 0.5, "method": "householder", "iterations": 1}
 WIDTH = 48
@@ -153,6 +153,7 @@ def test_a_run_with_moved_blocks_is_the_one_without_bit_for_bit(layout, folder):
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("moving", [True, False], ids=["moved again", "not moved any more"])
+@tiers.FULL
 def test_a_checkpoint_of_moved_blocks_is_resumed_bit_for_bit(layout, moving, sharding, folder):
     saved, end, _ = with_moves(layout, folder)
     ranks = processes.run(4, resume, LAYOUTS[layout], moving, folder / layout / sharding)

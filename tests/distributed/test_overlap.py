@@ -14,7 +14,7 @@ from megatron_dobb import DobbConfig
 from megatron_dobb.errors import CaptureError
 from megatron_dobb.megatron.dobb.scheduler import microbatches_of_a_step
 from megatron_dobb.methods.dobb.schedule import is_due, phases
-from testbed import gpt, processes, traffic
+from testbed import gpt, processes, tiers, traffic
 
 BLOCKS, INTERVAL, STEPS = 4, 2, 5
 CONFIG = DobbConfig(blocks=BLOCKS, refresh_interval=INTERVAL)
@@ -74,7 +74,11 @@ def in_every_way(layout, config):
 
 
 @pytest.mark.parametrize(
-    ("name", "stagger"), [*((name, False) for name in LAYOUTS), ("DP 2", True), ("PP 2 x 2 chunks, DP 2", True)]
+    ("name", "stagger"),
+    tiers.quick(
+        [*((name, False) for name in LAYOUTS), ("DP 2", True), ("PP 2 x 2 chunks, DP 2", True)],
+        [("TP 2 + SP", False), ("buckets", False), ("PP 2 x 2 chunks, DP 2", True)],
+    ),
 )
 def test_training_is_the_same_to_the_last_bit_with_and_without_overlap(name, stagger):
     layout = LAYOUTS[name]
@@ -119,6 +123,7 @@ def with_and_without_delays(layout, config, steps):
     return trained(layout, config, steps, delayed, layers=1), trained(layout, plain, steps, layers=1)
 
 
+@tiers.FULL
 def test_five_hundred_refreshes_with_random_delays_are_those_without_overlap():
     layout, config = Layout(2, micro_batch=12), dataclasses.replace(CONFIG, refresh_interval=1)
     ranks = processes.run(2, with_and_without_delays, layout, config, REFRESHES, timeout=240)

@@ -10,7 +10,7 @@ from layout_runs import EXPERT_HIDDEN, EXPERTS, HEAD, Layout, Run, global_batch,
 from megatron_dobb import DobbConfig
 from megatron_dobb.megatron.dobb.startup_report import rank_costs
 from megatron_dobb.methods.dobb.footprint import RankCosts
-from testbed import gpt, processes, traffic
+from testbed import gpt, processes, tiers, traffic
 from tools.planning.plan import Request, plan
 from tools.planning.sizes import ModelSizes, Parallel
 from tools.planning.timing import Rates
@@ -199,7 +199,10 @@ def refreshed_on(step, kind, config):
     return sum((refresh.costs for refresh in due), start=RankCosts())
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ["DP 3", "DP 2 x TP 2, sequence parallel", "DP 2 x PP 2 x 1 layer, 2 chunks", "MoE, DP 2 x TP 2 x EP 2", "DP 2"]
+
+
+@pytest.mark.parametrize("case", tiers.quick(CASES, QUICK))
 def test_a_plan_says_what_every_rank_of_a_run_holds_and_sends(case):
     layout, configs = CASES[case]
     layers = 4 if layout.chunks > 1 else 2

@@ -15,7 +15,7 @@ from layout_runs import Layout, Run, start
 from test_overlap import CONFIG, assert_same
 
 from megatron_dobb.errors import CaptureError
-from testbed import processes, traffic
+from testbed import processes, tiers, traffic
 
 LAYOUTS = {
     "PP 2 x 2 chunks, DP 2": Layout(4, pipeline=2, chunks=2, micro_batch=3),
@@ -90,7 +90,7 @@ def shared(calls, one, other):
     ]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiers.quick(LAYOUTS, ["buckets"]))
 def test_all_ranks_make_the_same_collectives_in_one_order_whenever_the_worker_is_done(name):
     layout = LAYOUTS[name]
     ranks = processes.run(layout.world, repeated, layout, CONFIG)

@@ -27,7 +27,7 @@ from layout_senses import (
 )
 from whole_model import is_expert
 
-from testbed import processes
+from testbed import processes, tiers
 
 SPREAD_FACTOR = 4.0
 """A loss may lie this many times as far from the middle of the perturbed runs as the farthest of them has been: their
@@ -66,6 +66,14 @@ LAYOUTS = [
     Layout(4, pipeline=2, chunks=2, expert=2, experts=True, micro_batch=6),
     Layout(4, tensor=2, pipeline=2, expert=2, sequence_parallel=True, experts=True, micro_batch=12),
 ]
+
+
+def sizes(layout):
+    """All kinds of parallelism of a layout: every two come together in the quick tier."""
+    return min(layout.data, 2), layout.tensor, layout.pipeline, layout.context, layout.expert
+
+
+QUICK = tiers.pairwise(LAYOUTS, sizes)
 
 
 # What the tests share.
@@ -137,8 +145,10 @@ def basis_error(found, exact):
     return max(float((found[n] * signs[n] - exact[n]).abs().max()) for n in exact)
 
 
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-references_and_every_layout = pytest.mark.parametrize("layout", [DENSE, EXPERTS, *LAYOUTS], ids=str)
+every_layout = pytest.mark.parametrize("layout", tiers.quick(LAYOUTS, QUICK), ids=str)
+references_and_every_layout = pytest.mark.parametrize(
+    "layout", tiers.quick([DENSE, EXPERTS, *LAYOUTS], [DENSE, EXPERTS, *QUICK]), ids=str
+)
 
 
 # Sense 1.

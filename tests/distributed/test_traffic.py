@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.megatron.dobb.startup_report import start_table
-from testbed import gpt, processes, traffic
+from testbed import gpt, processes, tiers, traffic
 
 STEPS, INTERVAL, BLOCKS = 5, 3, 4
 CONFIG = DobbConfig(blocks=BLOCKS, refresh_interval=INTERVAL)
@@ -35,7 +35,8 @@ CASES = {
     "context parallel": (Layout(4, context=2, micro_batch=6), 64),
     "pipeline": (Layout(4, pipeline=2, micro_batch=3), 80),
 }
-every_case = pytest.mark.parametrize("case", CASES)
+QUICK = ["no overlap", "one bucket", "padded, buckets", "sequence parallel", "pipeline"]
+every_case = pytest.mark.parametrize("case", tiers.quick(CASES, QUICK))
 
 
 def record(layout, hidden, config):
@@ -234,6 +235,7 @@ def check_group(number, members, width, names, ranks, calls):
     assert to_holders.sent == basis * wanted + HEADER_BYTES * len(members)
 
 
+@tiers.FULL
 def test_the_start_up_table_says_how_many_blocks_were_moved_to_ranks_that_do_not_hold_them():
     found = {}
     for case, (layout, _) in CASES.items():

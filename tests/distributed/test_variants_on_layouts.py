@@ -15,7 +15,7 @@ from layout_runs import SEQUENCES, Layout, Run, global_batch, start
 from torch.nn.functional import normalize
 
 from megatron_dobb import DobbConfig
-from testbed import gpt, processes, traffic
+from testbed import gpt, processes, tiers, traffic
 
 ONE = Layout(micro_batch=SEQUENCES)
 LAYOUTS = [
@@ -61,6 +61,15 @@ PAIRS = [
 """Every layout with the variants that are run on it."""
 
 
+def factors(pair):
+    """Every two of these come together in the quick tier."""
+    layout, variant = pair
+    return layout.data, layout.tensor, layout.bucket_size, layout.experts, *variant
+
+
+QUICK = tiers.pairwise(PAIRS, factors)
+
+
 def config_of(norm, side, source):
     blocks = {} if source == "none" else {"blocks": 32 if side == "output" else 8}
     captured = {"capture_sequences": CAPTURED} if source in ("activation", "output-gradient") else {}
@@ -71,15 +80,37 @@ def named(value):
     return "-".join(value) if isinstance(value, tuple) else str(value)
 
 
-def variants_of(layout):
-    return [variant for other, variant in PAIRS if other == layout]
+@pytest.fixture(scope="module")
+def trained(request):
+    """The states in global form, and the losses, of all variants that tests compare on a layout."""
+    pairs = tiers.selected(request, ("layout", "variant"))
+    pairs += [(reference_of(layout), variant) for layout, variant in pairs]
+
+    @functools.cache
+    def train_all(layout):
+        variants = list(dict.fromkeys(variant for other, variant in pairs if other == layout))
+        ranks = processes.run(layout.world, train, layout, variants)
+        return {
+            variant: (
+                merge([rank[variant][0] for rank in ranks]),
+                merge([rank[variant][1] for rank in ranks]),
+                ranks[0][variant][2],
+            )
+            for variant in variants
+        }
+
+    return train_all
 
 
-def train(layout):
+def reference_of(layout):
+    return LAYOUTS_WITH_EXPERTS[0] if layout.experts else ONE
+
+
+def train(layout, variants):
     """For every variant: the state before and after the first step, and the losses of all steps."""
     start(layout)
     found = {}
-    for variant in variants_of(layout):
+    for variant in variants:
         run = Run(layout, config_of(*variant), lr=LR)
         before = run.snapshot()
         losses = [run.step(0)]
@@ -87,20 +118,6 @@ def train(layout):
         losses += [run.step(step) for step in range(1, STEPS)]
         found[variant] = before, after, losses
     return found
-
-
-@functools.cache
-def trained(layout):
-    """The states in global form, and the losses, of all variants."""
-    ranks = processes.run(layout.world, train, layout)
-    return {
-        variant: (
-            merge([rank[variant][0] for rank in ranks]),
-            merge([rank[variant][1] for rank in ranks]),
-            ranks[0][variant][2],
-        )
-        for variant in variants_of(layout)
-    }
 
 
 def activations_and_gradients(layout):
@@ -142,8 +159,8 @@ def stated_weight(weight, momentum, bases, norm):
     return (1 - LR * DECAY) * weight - LR * TAU * max(rows, columns) ** 0.5 * torch.cat(raw, dim=1)
 
 
-@pytest.mark.parametrize(("layout", "variant"), PAIRS, ids=named)
-def test_a_step_is_the_stated_one(layout, variant):
+@pytest.mark.parametrize(("layout", "variant"), tiers.quick(PAIRS, QUICK), ids=named)
+def test_a_step_is_the_stated_one(layout, variant, trained):
     norm, side, source = variant
     before, after, _ = trained(layout)[variant]
     assert before.momenta.keys() == after.momenta.keys()
@@ -169,9 +186,16 @@ def test_a_step_is_the_stated_one(layout, variant):
         assert (moved - expected).abs().max() <= 1e-5 * weight.square().mean().sqrt(), name
 
 
-@pytest.mark.parametrize(("layout", "variant"), [pair for pair in PAIRS if pair[0].world > 1], ids=named)
-def test_every_layout_trains_as_one_process_does(layout, variant):
-    _, expected, expected_losses = trained(LAYOUTS_WITH_EXPERTS[0] if layout.experts else ONE)[variant]
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    tiers.quick(
+        [pair for pair in PAIRS if pair[0].world > 1],
+        [pair for pair in QUICK if pair[0].world > 1],
+    ),
+    ids=named,
+)
+def test_every_layout_trains_as_one_process_does(layout, variant, trained):
+    _, expected, expected_losses = trained(reference_of(layout))[variant]
     _, found, losses = trained(layout)[variant]
     for name, momentum in expected.momenta.items():
         torch.testing.assert_close(found.momenta[name], momentum, rtol=0, atol=1e-5 * float(momentum.abs().max()))

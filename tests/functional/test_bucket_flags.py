@@ -7,6 +7,8 @@ import pytest
 import torch
 from pretrain_runs import ADAMW, DOBB, train
 
+from testbed import tiers
+
 STEPS = 7
 TRAINING = shlex.split(
     f"--global-batch-size 8 --train-iters {STEPS} --eval-iters 0 --eval-interval 1000 --lr-decay-style constant "
@@ -47,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers.quick(CASES, ["param overlap, not aligned", "bf16 reduction, fp32 sums"]))
 def test_losses_and_weights_are_those_without_the_flag_bit_for_bit(case):
     """On two ranks no sum depends on the flags: there are two terms."""
     flags, without = CASES[case]
@@ -59,6 +61,7 @@ def test_losses_and_weights_are_those_without_the_flag_bit_for_bit(case):
             assert torch.equal(weight, with_flags.weights[name]), name
 
 
+@pytest.mark.full
 def test_the_flags_are_in_force():
     """Otherwise the comparison above would hold for the wrong reason."""
     buckets = {case: trained(flags)[0].notes[0] for case, (flags, _) in CASES.items()}

@@ -60,6 +60,7 @@ def build(tmp_path_factory):
     return copy, result.stdout + result.stderr
 
 
+@pytest.mark.full
 @needs_toolkit
 def test_nvcc_builds_an_extension_that_loads_without_a_gpu(build):
     copy, printed = build
@@ -78,6 +79,7 @@ def test_nvcc_builds_an_extension_that_loads_without_a_gpu(build):
     assert found["ops"] == {"update": True, "gram_": True}
 
 
+@pytest.mark.full
 @needs_toolkit
 def test_no_usual_kernel_spills_registers(build):
     _, printed = build
@@ -87,6 +89,7 @@ def test_no_usual_kernel_spills_registers(build):
         assert kernel.spill_bytes == 0, kernel
 
 
+@pytest.mark.full
 @needs_toolkit
 def test_the_moment_kernels_do_not_spill(build):
     _, printed = build

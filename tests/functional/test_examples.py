@@ -167,6 +167,7 @@ def test_a_wrong_number_of_iterations_is_named(script, iterations, cluster):
     assert "export TRAIN_ITERS=" in refused.stderr
 
 
+@pytest.mark.full
 def test_two_nodes_meet_under_slurm(slurm, tmp_path):
     settings = slurm | {"ON_CPU": 1, "CPU_PROCESSES": 1, "CHECKPOINTS": tmp_path}
     text = printed(run("bash", EXAMPLES / "slurm_multi_node.sh", TRAIN_ITERS=4, **settings))
@@ -174,6 +175,7 @@ def test_two_nodes_meet_under_slurm(slurm, tmp_path):
     assert "using world size: 2" in text
 
 
+@pytest.mark.full
 def test_a_run_continues_on_another_layout(tmp_path):
     text = printed(run("bash", EXAMPLES / "resume_on_another_layout.sh", ON_CPU=1, CHECKPOINTS=tmp_path, TRAIN_ITERS=6))
     before, after = text.split("== iterations 4 to 6 on TP 1, PP 2")
@@ -186,6 +188,7 @@ def test_a_run_continues_on_another_layout(tmp_path):
     assert "give a new folder" in again.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["single_node_8gpu.sh", "moe_8gpu.sh"])
 def test_a_node_trains(script, tmp_path):
     """Its command as it is, on forked ranks; torchrun and the launcher are those of the tests above."""
@@ -227,6 +230,7 @@ def test_plain_ddp_trains_and_continues(tmp_path):
     assert torch.load(checkpoint, weights_only=True)["step"] == 8, "not turned back"
 
 
+@pytest.mark.full
 def test_spectra_are_drawn(tmp_path):
     words = ["--steps", "12", "--out", str(tmp_path / "spectra.png")]
     (text,) = processes.run(1, as_script, EXAMPLES / "spectra.py", words, free_port())
@@ -259,6 +263,7 @@ def with_hugging_face(tmp_path_factory):
     return python
 
 
+@pytest.mark.full
 def test_the_trainer_of_hugging_face_continues_bit_for_bit(with_hugging_face, tmp_path):
     def trained(out, *words):
         script = EXAMPLES / "hugging_face_trainer.py"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pretrain_runs import DOBB, train
 
+from testbed import tiers
 from testbed.processes import RankError
 
 STEPS, KILLS = 40, 20
@@ -66,6 +67,7 @@ def kill_at(chance, victims):
     return prepare
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sharding", RESHARDABLE)
 def test_a_training_whose_ranks_are_killed_ends_with_the_weights_of_the_undisturbed_one(sharding, tmp_path):
     chance, kills, finished = random.Random(sharding), 0, None
@@ -94,7 +96,7 @@ def assert_as_undisturbed(finished, ranks):
                 assert torch.equal(rank.state[kind][name], tensor), (kind, name)
 
 
-@pytest.mark.parametrize("sharding", RESHARDABLE)
+@pytest.mark.parametrize("sharding", tiers.quick(RESHARDABLE, ["fully_reshardable"]))
 def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it_to_resume_from(sharding, tmp_path):
     """A limit on the size of files stands for the full disk."""
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from pretrain_runs import ADAMW, DOBB, train
 
+from testbed import tiers
+
 INTERVAL = 3
 STEPS = 8
 TRAINING = (
@@ -109,7 +111,9 @@ def same(before, after, kind):
 
 
 every_fault = pytest.mark.parametrize("fault", FAULTS)
-every_step = pytest.mark.parametrize("at", [REFRESH_STEP, OTHER_STEP], ids=["refresh step", "other step"])
+every_step = pytest.mark.parametrize(
+    "at", tiers.quick([REFRESH_STEP, OTHER_STEP], [REFRESH_STEP]), ids=["refresh step", "other step"]
+)
 
 
 @every_fault
@@ -162,11 +166,13 @@ def test_training_goes_on_after_a_skipped_step_and_ranks_stay_in_step(fault):
     assert all(torch.equal(w, ranks[1].weights[name]) for name, w in ranks[0].weights.items())
 
 
+@pytest.mark.full
 def test_the_block_of_an_infinite_activation_is_counted_on_both_ranks():
     assert [rank.kept_blocks for rank in trained("overflow_of_one_activation", REFRESH_STEP)] == [1, 1]
     assert [rank.kept_blocks for rank in trained("overflow_of_one_activation", OTHER_STEP)] == [0, 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", ["", "--overlap-grad-reduce --overlap-param-gather"], ids=["plain", "overlap"])
 def test_the_search_for_a_first_loss_scale_skips_as_many_steps_as_with_adamw(overlap):
     flags = f"--initial-loss-scale 33554432 --hysteresis 2 --train-iters 24 {overlap}"

@@ -81,6 +81,7 @@ def test_a_literal_torchrun_works_with_the_autoload_variable_and_trains_the_same
     assert losses(finished) == losses(launched)
 
 
+@pytest.mark.full
 def test_one_import_at_the_top_of_a_script_works(launched, tmp_path):
     script = tmp_path / "pretrain_mine.py"
     script.write_text(f"import megatron_dobb.patch\nimport runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')")
@@ -88,6 +89,7 @@ def test_one_import_at_the_top_of_a_script_works(launched, tmp_path):
     assert losses(finished)[0] == pytest.approx(losses(launched)[0], rel=1e-5)
 
 
+@pytest.mark.full
 def test_without_the_variable_the_optimizer_is_unknown():
     finished = alone(*PYTHON, SCRIPT, *TRAINING, "--optimizer", "dobb")
     assert finished.returncode == 2

@@ -81,6 +81,7 @@ def test_a_case_has_what_the_harness_reads(name):
         assert value is not False, "the harness would pass it as a word"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_case_trains_small_on_a_cpu_and_shows_what_it_claims(name, tmp_path):
     config, checkpoints = case(name), tmp_path / "checkpoints"

@@ -37,6 +37,7 @@ def path(tmp_path_factory):
     return os.pathsep.join([str(ROOT), str(folder)])
 
 
+@pytest.mark.full
 def test_all_patches_fit_it_and_it_trains_on_two_processes(path, tmp_path):
     script = tmp_path / "pretrain_mine.py"
     script.write_text(TRAIN)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from pretrain_runs import DOBB, train
 
+from testbed import tiers
+
 RATE, DECAY, MOMENTUM, UPDATE_SCALE, BLOCKS = 1e-2, 0.1, 0.95, 0.2, 4
 STEPS = 5  # two of them refresh the bases
 TRAINING = (
@@ -28,7 +30,7 @@ CASES = {
     ),
     "fp16": "--fp16 --initial-loss-scale 1024",
 }
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize("case", tiers.quick(CASES, ["bf16, overlap", "bf16 gradients", "fp16"]))
 
 TOLERANCE = 1e-6
 """Of the length of a step along one basis vector, and of the largest weight: fp32 rounding of the new weight."""

@@ -35,6 +35,7 @@ def tensors(folder, iteration, tmp_path):
     return torch.load(tmp_path / "tensors.pt", weights_only=True)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_sgd_is_refused_by_name(tmp_path):
     common = [word for word in TRAINING if word != "--use-distributed-optimizer"]
     saving = ["--ckpt-format", "torch_dist", "--save", tmp_path, "--train-iters", "1", "--save-interval", "1"]
@@ -47,6 +48,7 @@ def test_a_checkpoint_of_sgd_is_refused_by_name(tmp_path):
     assert "--no-load-optim" in refused.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launch", "saving", "loading"),
     [

@@ -7,6 +7,8 @@ import pytest
 import torch
 from pretrain_runs import ADAMW, DOBB, train
 
+from testbed import tiers
+
 TRAINING = shlex.split(
     "--global-batch-size 8 --train-iters 2 --eval-iters 0 --eval-interval 1000 --lr-decay-style constant "
     # Untied, so that unseen tokens have rows of zeros in the gradient of the embedding.
@@ -22,7 +24,7 @@ CASES = {
     "tensor parallel": ("--tensor-model-parallel-size 2", 4),
     "experts": ("--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear --moe-router-topk 2", 4),
 }
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize("case", tiers.quick(CASES, ["bf16", "experts"]))
 
 
 def note_momentum(job):
@@ -61,7 +63,7 @@ def test_norms_and_zeros_are_those_that_adamw_reports_for_the_same_weights_and_g
         assert rank.steps[0].grad_norm != rank.steps[1].grad_norm
 
 
-@pytest.mark.parametrize("case", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", tiers.quick(["fp32", "bf16"], ["bf16"]))
 def test_the_reported_norm_of_the_parameters_follows_dobbs_updates(case):
     for rank in trained(case, CLIP, 1e-2):
         squares = sum(float(w.double().square().sum()) for w in rank.weights.values())
@@ -82,7 +84,7 @@ def test_clipping_scales_what_enters_the_momentum(case):
     assert compared > 10_000
 
 
-@pytest.mark.parametrize("case", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", tiers.quick(["fp32", "bf16"], ["bf16"]))
 def test_a_tiny_clip_does_not_stall_the_updates(case):
     """A sign has no epsilon: weights on Dobb move as far as under a clip a thousand million times larger."""
     for rank, other, start in zip(

@@ -12,6 +12,8 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.training import get_args
 from pretrain_runs import ADAMW, DOBB, train
 
+from testbed import tiers
+
 STEPS = 7
 QUIET = "--eval-iters 0 --eval-interval 1000"
 FIXED_BATCH = f"--global-batch-size 8 --train-iters {STEPS}"
@@ -82,12 +84,17 @@ def test_captures_are_those_of_the_first_microbatch_on_refresh_steps():
         assert rank.captured_sequences == 2
 
 
-@pytest.mark.parametrize("overlap", ["", "--overlap-grad-reduce --overlap-param-gather"], ids=["plain", "overlap"])
+@pytest.mark.parametrize(
+    "overlap",
+    tiers.quick(["", "--overlap-grad-reduce --overlap-param-gather"], ["--overlap-grad-reduce --overlap-param-gather"]),
+    ids=["plain", "overlap"],
+)
 def test_evaluation_between_steps_changes_nothing_and_is_not_captured(overlap):
     found = trained(f"{FIXED_BATCH} --eval-interval 2 --eval-iters 2 {overlap}", expect_no_capture_between_steps)
     assert_same_training(found, plain())
 
 
+@pytest.mark.full
 def test_skip_train_evaluates_without_an_optimizer():
     for optimizer in ("dobb", "adam"):
         for rank in trained(f"{FIXED_BATCH} --eval-interval 2 --eval-iters 1 --skip-train", None, optimizer):
@@ -121,6 +128,7 @@ def note_captures_and_passes(job):
     job.optimizer.step = step
 
 
+@pytest.mark.full
 def test_a_forward_backward_pass_that_runs_twice_counts_once():
     ranks = trained(f"{FIXED_BATCH} {QUIET}{CAPTURE_ALL}", rerun_every_step)
     for rank in ranks:
@@ -150,6 +158,7 @@ def test_a_step_that_megatron_runs_again_after_a_suspicious_loss_counts_once():
     assert_same_training(ranks, plain(CAPTURE_ALL))
 
 
+@pytest.mark.full
 def test_a_fault_injected_into_a_loss_ends_the_job_as_with_adamw():
     flags = f"{FIXED_BATCH} {QUIET} --error-injection-rate 6 --error-injection-type transient_error"
     dobb, adamw = (trained(flags, None, optimizer) for optimizer in ("dobb", "adam"))
@@ -189,7 +198,10 @@ EXITS = {
 
 @pytest.mark.parametrize(
     ("case", "save"),
-    [("interval", False), ("duration", False), ("signal", False), ("interval", True), ("signal", True)],
+    tiers.quick(
+        [("interval", False), ("duration", False), ("signal", False), ("interval", True), ("signal", True)],
+        [("signal", True)],
+    ),
 )
 def test_training_ends_early_as_with_adamw_at_the_same_step_with_the_same_status(case, save, tmp_path):
     flags, prepare, last = EXITS[case]
@@ -213,7 +225,9 @@ GROWING = "--step-batch-size-schedule '0:4 256:8 512:12'"
 GROWN = [4, 4, 8, 12, 12, 12, 12]
 
 
-@pytest.mark.parametrize("length", ["--train-samples 64 --lr-decay-samples 64", "--train-iters 7"])
+@pytest.mark.parametrize(
+    "length", tiers.quick(["--train-samples 64 --lr-decay-samples 64", "--train-iters 7"], ["--train-iters 7"])
+)
 def test_a_growing_batch_leaves_the_number_of_captured_sequences_as_it_was_settled_at_the_start(length):
     for rank in trained(f"{GROWING} {length} {QUIET}", note_captures_and_passes):
         assert rank.notes[::2] == [f"{batch // 2} forward passes" for batch in GROWN]
@@ -223,12 +237,14 @@ def test_a_growing_batch_leaves_the_number_of_captured_sequences_as_it_was_settl
         assert rank.losses[-1] < rank.losses[0]
 
 
+@pytest.mark.full
 def test_with_capture_all_a_growing_batch_is_captured_whole():
     for rank in trained(f"{GROWING} --train-iters 7 --dobb-capture all {QUIET}"):
         taken = [max(tokens.values()) for tokens in rank.notes]
         assert taken == [32 * batch // 2 if n % 3 == 0 else 0 for n, batch in enumerate(GROWN)]
 
 
+@pytest.mark.full
 def test_a_run_given_in_samples_trains_as_one_given_in_iterations():
     samples = 8 * STEPS
     assert_same_training(trained(f"--global-batch-size 8 --train-samples {samples} {QUIET}"), plain())
