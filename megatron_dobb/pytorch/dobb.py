@@ -178,6 +178,7 @@ class Dobb(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @named_as_keywords()
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Refresh the bases if this step is due, then update every parameter that has a gradient.

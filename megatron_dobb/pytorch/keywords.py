@@ -1,14 +1,13 @@
 """The settings of `DobbConfig` as keyword arguments of the plain optimizer."""
 
 import contextlib
-import dataclasses
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DobbError, Style
 from ..methods.dobb.metrics_recorder import Sink
-from ..methods.dobb.settings import DTYPES, DobbConfig
+from ..methods.dobb.settings import DobbConfig
+from ..settings.checks import DTYPE, DTYPES
 from .select_weights import Predicate
 
 Exclude = str | Predicate | Iterable[str | Predicate]
@@ -16,27 +15,25 @@ Exclude = str | Predicate | Iterable[str | Predicate]
 
 def read_settings(exclude: Exclude, settings: dict[str, Any]) -> tuple[DobbConfig, list[Predicate]]:
     """The settings that a user gave as keywords, and the functions among `exclude`."""
-    known = {field.name for field in dataclasses.fields(DobbConfig)} - {"exclude", "load_other_optimizer"}
-    unknown = sorted(settings.keys() - known)
+    kinds = {name: about.kind for name, about in DobbConfig.described().items() if about.keyword}
+    unknown = sorted(settings.keys() - kinds.keys())
     if unknown:
-        raise TypeError(f"Dobb has no setting {', '.join(unknown)}; those of Dobb's own are {', '.join(sorted(known))}")
+        raise TypeError(f"Dobb has no setting {', '.join(unknown)}; those of Dobb's own are {', '.join(sorted(kinds))}")
     entries = [exclude] if isinstance(exclude, str) or callable(exclude) else list(exclude)
     names = {dtype: name for name, dtype in DTYPES.items()}
-    for key in ("moment_dtype", "basis_dtype", "moment_transport"):
-        if key in settings:
-            settings[key] = names.get(settings[key], settings[key])
+    named = {name: names.get(value, value) if kinds[name] is DTYPE else value for name, value in settings.items()}
     patterns = tuple(entry for entry in entries if not callable(entry))
-    return DobbConfig(exclude=patterns, **settings), [entry for entry in entries if callable(entry)]
+    return DobbConfig(exclude=patterns, **named), [entry for entry in entries if callable(entry)]
 
 
 @contextlib.contextmanager
 def named_as_keywords() -> Iterator[None]:
-    """Let errors name settings as keywords; code shared with Megatron names command-line flags."""
+    """Let errors name settings as keywords in place of command-line flags."""
     try:
         yield
-    except ConfigError as error:
-        text = re.sub(r"--dobb-([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
-        raise type(error)(text) from None
+    except DobbError as error:
+        error.style = Style.KEYWORD
+        raise
 
 
 def check_sink(config: DobbConfig, sink: Sink | None, *, is_first: bool) -> None:
@@ -48,10 +45,12 @@ def check_sink(config: DobbConfig, sink: Sink | None, *, is_first: bool) -> None
         is_first: whether this is the first rank, which alone calls it; other ranks need not give it.
     """
     interval = config.log_diagnostics_interval
-    if sink is not None and not interval:
-        raise ConfigError("diagnostics has no meaning without log_diagnostics_interval: give that too, such as 100")
-    if sink is None and interval and is_first:
-        raise ConfigError(
-            f"log_diagnostics_interval {interval} has no meaning without diagnostics, a function that takes the number "
-            "of a step and a mapping from names to figures: give that too, such as diagnostics=print"
-        )
+    with named_as_keywords():
+        if sink is not None and not interval:
+            raise ConfigError("{diagnostics} requires {log_diagnostics_interval}", "add {log_diagnostics_interval:100}")
+        if sink is None and interval and is_first:
+            raise ConfigError(
+                "requires {diagnostics}, a function of the number of a step and a mapping from names to figures",
+                "add one, such as diagnostics=print",
+                settings={"log_diagnostics_interval": interval},
+            )

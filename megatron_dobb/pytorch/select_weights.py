@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, Style, UnsupportedError
 from ..methods.dobb.blocks import block_width
 from ..methods.dobb.capture import Capture, Source
-from ..methods.dobb.settings import DobbConfig, matches
+from ..methods.dobb.settings import DobbConfig
+from ..settings.patterns import matches
 
 Predicate = Callable[[str, nn.Parameter], bool]
 
@@ -147,6 +148,7 @@ class BatchCapture(Capture):
     A layer that sees sequences flattened into tokens then gives its share of them, in proportion.
     """
 
+    style: ClassVar[Style] = Style.KEYWORD
     batch: int | None = None
     gradients: tuple[Any, ...] | None = None
 

@@ -44,18 +44,7 @@ class Saved:
     @classmethod
     def of(cls, config: DobbConfig, **others: Any) -> "Saved":
         """The facts of a run with these settings."""
-        assert not isinstance(config.blocks, Mapping)
-        return cls(
-            config.blocks,
-            config.block_width,
-            dict(config.blocks_for),
-            list(config.exclude),
-            config.moment_dtype,
-            config.basis_dtype,
-            side=config.side,
-            source=config.source or "",
-            **others,
-        )
+        return cls(**config.stored(), **others)
 
     def plain(self) -> dict[str, Any]:
         """The facts as numbers, texts, lists and dictionaries."""

@@ -21,7 +21,8 @@ from ..model.select_weights import (
     manage,
 )
 from ..options import config_objects
-from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
+from ..options.flags import OPTIMIZER, add_arguments, config_from_args
+from ..options.unsupported import refuse_unsupported
 from . import versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")

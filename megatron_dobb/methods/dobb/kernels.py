@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...errors import NonFiniteError, UnsupportedError
+from ...errors import NonFiniteError, UnsupportedError, verbatim
 from ...kernels import extension
 from . import moment
 from . import update as reference
@@ -273,8 +273,9 @@ def _takes(segment: Segment, backend: Backend) -> bool:
         reason = extension.why_not(device)
         if backend == "extension":
             raise UnsupportedError(
-                f"--dobb-backend extension cannot run on {device}: {reason}. Use --dobb-backend auto or reference; or "
-                f"{extension.HOW_TO_BUILD}"
+                f"cannot run on {device}: {verbatim(reason)}",
+                f"use {{backend:auto}} or {{backend:reference}}; or {verbatim(extension.HOW_TO_BUILD)}",
+                settings={"backend": backend},
             )
         _warn_once(
             f"megatron_dobb runs its slower plain PyTorch update on {device}, because the extension is missing: "
@@ -284,8 +285,9 @@ def _takes(segment: Segment, backend: Backend) -> bool:
     supported = segment.weight.dtype == torch.float32
     if not supported and backend == "extension":
         raise UnsupportedError(
-            f"--dobb-backend extension cannot update {segment.name} in {segment.weight.dtype}: it works on fp32 "
-            "weights. Use --dobb-backend auto"
+            f"cannot update {segment.name} in {segment.weight.dtype}: it works on fp32 weights",
+            "use {backend:auto}",
+            settings={"backend": backend},
         )
     return supported
 
