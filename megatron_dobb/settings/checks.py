@@ -16,12 +16,12 @@ class Misfit(Exception):
     """A value that a setting cannot take.
 
     Args:
+        reason: why, as the predicate of a sentence about the value.
         value: the part of the value that is wrong.
-        reason: why, as the predicate of a sentence about it.
         remedy: what to give instead; the setting's default if empty.
     """
 
-    def __init__(self, value: Any, reason: str, remedy: str = "") -> None:
+    def __init__(self, reason: str, value: Any, remedy: str = "") -> None:
         super().__init__(reason)
         self.value, self.reason, self.remedy = value, reason, remedy
 
@@ -46,7 +46,7 @@ class Kind:
 def _that(accepts: Callable[[Any], bool], reason: str, remedy: str = "") -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if not accepts(value):
-            raise Misfit(value, reason, remedy)
+            raise Misfit(reason, value, remedy)
         return value
 
     return check
@@ -68,23 +68,23 @@ def choice(names: Sequence[str]) -> Kind:
 
 def _pattern(pattern: object) -> str:
     if not isinstance(pattern, str) or not pattern:
-        raise Misfit(pattern, "is not a name pattern", f"use a glob such as '{_EXAMPLE}'")
+        raise Misfit("is not a name pattern", pattern, f"use a glob such as '{_EXAMPLE}'")
     return pattern
 
 
 def _check_patterns(value: Any) -> tuple[str, ...]:
     if not isinstance(value, Iterable):
-        raise Misfit(value, "must be a sequence of name patterns", f"use a list such as ['{_EXAMPLE}']")
+        raise Misfit("must be a sequence of name patterns", value, f"use a list such as ['{_EXAMPLE}']")
     return tuple(map(_pattern, (value,) if isinstance(value, str) else value))
 
 
 def _check_pattern_counts(value: Any) -> dict[str, int]:
     if not isinstance(value, Mapping):
-        raise Misfit(value, "must map name patterns to counts", f"use one such as {{'{_EXAMPLE}': 16}}")
+        raise Misfit("must map name patterns to counts", value, f"use one such as {{'{_EXAMPLE}': 16}}")
     for pattern, count in value.items():
         _pattern(pattern)
         if not _is_integer(count, 1):
-            raise Misfit({pattern: count}, "must be a whole number of at least 1", "use one such as 16")
+            raise Misfit("must be a whole number of at least 1", {pattern: count}, "use one such as 16")
     return dict(value)
 
 
@@ -93,9 +93,9 @@ def _read_pattern_counts(words: Sequence[str]) -> dict[str, int]:
     for word in words:
         pattern, _, count = word.rpartition("=")
         if not pattern or not count.isdecimal():
-            raise Misfit(word, "is not of the form PATTERN=COUNT", f"use one such as '{_EXAMPLE}=16'")
+            raise Misfit("is not of the form PATTERN=COUNT", word, f"use one such as '{_EXAMPLE}=16'")
         if counts.setdefault(pattern, int(count)) != int(count):
-            raise Misfit(pattern, f"is given both {counts[pattern]} and {int(count)}", "remove one of them")
+            raise Misfit(f"is given both {counts[pattern]} and {int(count)}", pattern, "remove one of them")
     return counts
 
 

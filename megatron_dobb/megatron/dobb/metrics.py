@@ -149,8 +149,8 @@ class Diagnostics:
             self._said_that_nobody_listens = True
             interval = next(iter(self._observers.values())).interval
             print(
-                f"dobb: {flag('dobb', 'log_diagnostics_interval')} {interval}, but nothing takes the diagnostics of step "
-                f"{step} or of those to come: give --tensorboard-dir (with tensorboard) or --wandb-project, or set "
+                f"dobb: {flag('dobb', 'log_diagnostics_interval')} {interval}, but nothing takes the diagnostics of "
+                f"step {step} or of later ones: give --tensorboard-dir (with tensorboard) or --wandb-project, or set "
                 f"OptimizerConfig.{SINK_ATTRIBUTE} to a function of step and figures",
                 flush=True,
             )

@@ -76,8 +76,8 @@ def _check_same(settings: Any, given: Any) -> None:
     field, kind = f"OptimizerConfig.{settings.method}", type(settings)
     if not isinstance(given, kind):
         raise ConfigError(
-            f"{field} takes a {kind.__name__}, and is {given!r}: leave it out, or give the one that "
-            "megatron_dobb.install was given"
+            f"{field} must be the same {kind.__name__} that megatron_dobb.install was given, and is {given!r}: leave "
+            "it out"
         )
     changed = [f.name for f in dataclasses.fields(kind) if getattr(given, f.name) != getattr(settings, f.name)]
     raise UnsupportedError(

@@ -8,7 +8,6 @@ shard of whole chunks can be projected locally. This module is the only place wi
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ...errors import BlockError
 
@@ -118,7 +117,7 @@ def block_width(
         raise BlockError(
             "exclude each other", "give one of them", subject=name, settings={"blocks": blocks, "block_width": width}
         )
-    asked: dict[str, Any]
+    asked: dict[str, object]
     if blocks is not None:
         value, asked = blocks, {"blocks": blocks} if pattern is None else {"blocks_for": {pattern: blocks}}
     elif width is not None:
@@ -178,4 +177,4 @@ def _advice(columns: int, column_shards: int, asked: int, *, by_count: bool, has
     values = counts if by_count else [columns // count for count in counts]
     nearest = sorted(values, key=lambda value: abs(math.log(value / max(asked, 1))))[:8]
     own = "" if has_own else " give this weight its own count with {blocks_for},"
-    return f"use one of {', '.join(map(str, sorted(nearest)))},{own} or exclude it with {{exclude}}"
+    return f"use one of {', '.join(map(str, sorted(nearest)))},{own} or leave it to AdamW with {{exclude}}"

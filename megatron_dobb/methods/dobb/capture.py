@@ -235,7 +235,7 @@ class Capture:
             raise CaptureError(
                 f"its layer was called, but not the {type(batch).__name__} around it, which shows how many sequences "
                 "there are",
-                "exclude the weight with {exclude}",
+                "leave the weight to AdamW with {exclude}",
                 subject=key,
                 style=self.style,
             )
@@ -270,7 +270,7 @@ class Capture:
             raise CaptureError(
                 f"its {'output' if source.of_gradient else 'input'} has the shape {tuple(x.shape)}, of which dimension "
                 f"{source.sequence_dim} cannot count sequences",
-                "exclude the weight with {exclude}",
+                "leave the weight to AdamW with {exclude}",
                 subject=source.key,
                 style=self.style,
             )
