@@ -299,6 +299,6 @@ def test_files_that_cannot_be_written_are_one_sentence(capsys, tmp_path, flag, n
 def test_blocks_of_a_pattern_that_do_not_fit_are_named_by_the_pattern(planned):
     status, printed, _ = planned("--preset", "gpt2-small", "--blocks-for", "*.linear_fc2=5")
     assert status == 2
-    assert "linear_fc2.weight: --dobb-blocks-for *.linear_fc2=5 does not divide its 3072 input features" in printed
-    assert "or --dobb-exclude it" in printed
+    assert "linear_fc2.weight: --dobb-blocks-for '*.linear_fc2=5' does not divide its 3072 input features" in printed
+    assert "or leave it to AdamW with --dobb-exclude" in printed
     assert "give this weight its own count" not in printed

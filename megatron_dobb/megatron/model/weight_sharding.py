@@ -146,7 +146,7 @@ def check_split_expert(weight: BlockedWeight, config: DobbConfig) -> None:
             "is incompatible with {megatron.expert_tensor_parallel_size} above 1, which splits the blocks of "
             f"{weight.name}",
             "use 1, or leave the experts to AdamW with {exclude}",
-            settings={"norm": config.norm, "source": config.source},
+            settings={"norm": "l2"} if config.norm == "l2" else {"source": "gram"},
         )
 
 
