@@ -19,7 +19,7 @@ def flag(method: str, name: str) -> str:
 
 
 class Style(Enum):
-    """How a text names settings."""
+    """Form in which a text names settings."""
 
     FLAG = "flag"
     FIELD = "field"

@@ -13,7 +13,7 @@ _KEY = "setting"
 
 @dataclass(frozen=True)
 class Description:
-    """All that is said about one setting.
+    """Description of one setting.
 
     Attributes:
         default: its value if none is given.
@@ -71,7 +71,7 @@ class Settings:
 
     @classmethod
     def convert(cls, name: str, value: Any, conversion: Callable[[Any], Any]) -> Any:
-        """What a conversion of its kind makes of a value; an error of the setting where it raises `Misfit`."""
+        """Convert a value as a kind does; a `Misfit` becomes an error that names the setting."""
         try:
             return conversion(value)
         except Misfit as misfit:
@@ -92,7 +92,7 @@ class Settings:
         object.__setattr__(self, name, value)
 
     def stored(self) -> dict[str, Any]:
-        """What checkpoints keep of the settings, as numbers, texts, lists and dictionaries."""
+        """The settings that checkpoints keep, as numbers, texts, lists and dictionaries."""
         values = {name: getattr(self, name) for name, about in self.described().items() if about.stored}
         return {
             name: list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value

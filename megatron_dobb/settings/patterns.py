@@ -7,7 +7,7 @@ from .fields import Settings
 
 
 def matches(pattern: str, weight_name: str) -> bool:
-    """Whether a glob pattern names a weight: by its full name, or by the name of the module that owns it."""
+    """Match a glob pattern against the full name of a weight, or the name of the module that owns it."""
     return fnmatchcase(weight_name, pattern) or fnmatchcase(weight_name.rpartition(".")[0], pattern)
 
 

@@ -180,7 +180,7 @@ def test_the_plot_shows_every_block_count_that_works(planned, tmp_path):
         ("--preset gpt2-small --dp 0", ["--dp 0", "at least 1"]),
         ("--preset gpt2-small --dp two", ["--dp two", "whole number"]),
         ("--preset gpt2-small --flops -3", ["--flops -3", "above 0"]),
-        ("--preset gpt2-small --exclude nothing", ["'nothing'", "matches no weight"]),
+        ("--preset gpt2-small --exclude nothing", ["--dobb-exclude nothing", "matches no weight"]),
         ("--preset gpt2-small --exclude *", ["no matrix", "--dobb-exclude"]),
         ("--preset gpt2-small --blocks-for fc2", ["fc2", "PATTERN=COUNT"]),
         ("--preset gpt3", ["--preset", "'gpt3'", "gpt2-small"]),

@@ -58,4 +58,4 @@ REFUSALS = (
         "use {source:gram}",
     ),
 )
-"""What Dobb does not work with besides what no method does; most of it runs layers without calling their hooks."""
+"""Options that Dobb does not work with in addition to `IN_BUFFERS`; most run layers without calling their hooks."""

@@ -87,7 +87,7 @@ class Capture:
     """
 
     style: ClassVar[Style] = Style.FLAG
-    """How errors name settings."""
+    """Form in which errors name settings."""
 
     root: nn.Module
     sources: Iterable[Source]
