@@ -1,8 +1,134 @@
-"""Errors that users meet. Each message names the parameter or flag, its value, the reason and a way out."""
+"""Errors that users meet, and the three ways in which they name a setting.
+
+An error keeps the settings involved, the reason and the remedy apart, and its text is put together when it is shown:
+`--dobb-blocks 3` for a command line, `DobbConfig(blocks=3)` for a program with config objects, `blocks=3` for keywords.
+"""
+
+import ast
+import shlex
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+_NO_VALUE = object()
+
+
+def flag(method: str, name: str) -> str:
+    """The command-line flag of a setting; of Megatron's own options, `method` is empty."""
+    return "--" + "-".join(filter(None, (method, name.replace("_", "-"))))
+
+
+class Style(Enum):
+    """Form in which a text names settings."""
+
+    FLAG = "flag"
+    FIELD = "field"
+    KEYWORD = "keyword"
+
+    def named(self, method: str, name: str, value: object = _NO_VALUE) -> str:
+        """A setting, or one of Megatron's options if `method` is empty, with its value if there is one."""
+        if self is not Style.FLAG:
+            return name if value is _NO_VALUE else f"{name}={value!r}"
+        if value is False:
+            return flag("no", flag(method, name)[2:])
+        return flag(method, name) + ("" if value is _NO_VALUE or value is True else f" {_words(value)}")
+
+
+def _words(value: object) -> str:
+    """A value as words of a command line."""
+    if isinstance(value, Mapping):
+        return " ".join(shlex.quote(f"{key}={inner}") for key, inner in value.items()) or "{}"
+    if isinstance(value, tuple):
+        return " ".join(map(_words, value)) or "()"
+    return shlex.quote(value) if isinstance(value, str) else repr(value)
+
+
+class _Reference:
+    """A setting named in a text, `{name}`, with the value after a colon, `{name:value}`."""
+
+    def __init__(self, style: Style, method: str, name: str) -> None:
+        self._style, self._method, self._name = style, method, name
+
+    def __format__(self, value: str) -> str:
+        if not value:
+            return self._style.named(self._method, self._name)
+        try:
+            literal = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            literal = value
+        return self._style.named(self._method, self._name, literal)
+
+
+class _MegatronOptions:
+    """Megatron's options as references: `{megatron.bf16}`, `{megatron.ckpt_format:torch_dist}`."""
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+
+    def __getattr__(self, name: str) -> _Reference:
+        return _Reference(self._style, "", name)
+
+
+class _References(dict[str, Any]):
+    def __init__(self, style: Style, method: str) -> None:
+        super().__init__(megatron=_MegatronOptions(style))
+        self._style, self._method = style, method
+
+    def __missing__(self, name: str) -> _Reference:
+        return _Reference(self._style, self._method, name)
+
+
+def verbatim(text: object) -> str:
+    """A text as part of a reason or remedy, whose braces are no references to settings."""
+    return str(text).replace("{", "{{").replace("}", "}}")
 
 
 class DobbError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Args:
+        reason: what is wrong; with nothing else given, the text of the error as it is.
+        remedy: what to do.
+        subject: what it is wrong with, such as the name of a weight.
+        settings: the settings involved and their values.
+        owner: the class of the settings.
+        style: how its text names settings.
+
+    Reason and remedy name other settings as `{source}` or `{source:gram}`, and Megatron's options as `{megatron.bf16}`.
+    """
+
+    def __init__(
+        self,
+        reason: str = "",
+        remedy: str = "",
+        *,
+        subject: str = "",
+        settings: Mapping[str, Any] | None = None,
+        owner: type | None = None,
+        style: Style = Style.FLAG,
+    ) -> None:
+        self.is_template = bool(remedy or subject or settings is not None)
+        self.reason, self.remedy, self.subject = reason, remedy, subject
+        self.settings = dict(settings or {})
+        self.method: str = getattr(owner, "method", "dobb")
+        self.class_name = owner.__name__ if owner is not None else ""
+        self.style = style
+        super().__init__(self.text(style))
+
+    def text(self, style: Style) -> str:
+        """The whole error in one sentence, which names settings in this style."""
+        if not self.is_template:
+            return self.reason
+        references = _References(style, self.method)
+        named = [style.named(self.method, *setting) for setting in self.settings.items()]
+        if style is Style.FIELD and named and self.class_name:
+            named = [f"{self.class_name}({', '.join(named)})"]
+        reason = " ".join(filter(None, (" and ".join(named), self.reason.format_map(references))))
+        remedy = self.remedy.format_map(references)
+        return (f"{self.subject}: " if self.subject else "") + reason + (f"; {remedy}" if remedy else "")
+
+    def __str__(self) -> str:
+        return self.text(self.style)
 
 
 class ConfigError(DobbError, ValueError):

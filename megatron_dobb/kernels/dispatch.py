@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, verbatim
 from . import extension
 
 Backend = Literal["auto", "extension", "reference"]
@@ -39,8 +39,9 @@ def chooses_extension(device_type: str, backend: Backend) -> bool:
     reason = extension.why_not(device_type)
     if backend == "extension":
         raise UnsupportedError(
-            f"--dobb-backend extension cannot run on {device_type}: {reason}. Use --dobb-backend auto or reference; or "
-            f"{extension.HOW_TO_BUILD}"
+            f"cannot run on {device_type}: {verbatim(reason)}",
+            f"use {{backend:auto}} or {{backend:reference}}; or {verbatim(extension.HOW_TO_BUILD)}",
+            settings={"backend": backend},
         )
     warn_once(
         f"megatron_dobb runs its slower plain PyTorch update on {device_type}, because the extension is missing: "

@@ -4,7 +4,8 @@ The part of a plain PyTorch optimizer that does not depend on the method: param 
 and a description of which parameter is where.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -12,11 +13,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, DobbError, Style, UnsupportedError
 from ..numerics.finite import check_finite
 from . import state_dict as saved_state
 from .select_weights import LinearWeight
 from .state_dict import StateForm
+
+
+@contextlib.contextmanager
+def named_as_keywords() -> Iterator[None]:
+    """Let errors name settings as keywords in place of command-line flags."""
+    try:
+        yield
+    except DobbError as error:
+        error.style = Style.KEYWORD
+        raise
 
 
 class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
@@ -120,6 +131,7 @@ class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @named_as_keywords()
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.

@@ -36,8 +36,8 @@ MAX_ROW_BLOCK_PADDING = 0.05
 """Largest part that whole row blocks, for bases of the output side, may add to a buffer."""
 
 MORE_BLOCKS = (
-    "more and so smaller blocks (--dobb-blocks) if there are bases, fewer data-parallel ranks (of one optimizer "
-    "instance), or --dobb-side input, whose blocks need hardly any padding"
+    "use more and so smaller blocks ({blocks}) if there are bases, fewer data-parallel ranks (of one optimizer "
+    "instance), or {side:input}, whose blocks need hardly any padding"
 )
 
 
@@ -56,10 +56,11 @@ def check_row_blocks(aligned: "BufferLayout", stock_numel: int) -> None:
     if items and extra > MAX_ROW_BLOCK_PADDING * stock_numel:
         widest = max(items, key=lambda item: item.width)
         raise LayoutError(
-            f"--dobb-side output keeps whole row blocks together, the largest of {widest.width} elements in "
-            f"{widest.label}; over {aligned.shards} shards that pads a param/grad buffer of {stock_numel} elements by "
-            f"{100 * extra / stock_numel:.1f} %, and at most {100 * MAX_ROW_BLOCK_PADDING:.0f} % is allowed. Use "
-            f"{MORE_BLOCKS}"
+            f"keeps whole row blocks together, the largest of {widest.width} elements in {widest.label}; over "
+            f"{aligned.shards} shards that pads a param/grad buffer of {stock_numel} elements by "
+            f"{100 * extra / stock_numel:.1f} %, and at most {100 * MAX_ROW_BLOCK_PADDING:.0f} % is allowed",
+            MORE_BLOCKS,
+            settings={"side": "output"},
         )
 
 
@@ -329,7 +330,8 @@ def _check_unit(items: Sequence[Item]) -> None:
     if any(item.whole_rows for item in items):
         raise LayoutError(
             f"the row blocks in one bucket align only every {unit} elements (lcm of them and {START_MULTIPLE}; at most "
-            f"{MAX_ALIGNMENT_UNIT}), and every shard would be padded to that: {seen}. Use {MORE_BLOCKS}"
+            f"{MAX_ALIGNMENT_UNIT}), and every shard would be padded to that: {seen}",
+            MORE_BLOCKS,
         )
     proposal: dict[tuple[int, int], int] = {}
     if all(columns for columns, _ in groups):
@@ -342,7 +344,7 @@ def _check_unit(items: Sequence[Item]) -> None:
     )
     raise LayoutError(
         f"the block widths in one bucket align only every {unit} elements (lcm of them and {START_MULTIPLE}; "
-        f"at most {MAX_ALIGNMENT_UNIT}), and every shard would be padded to that: {seen}. "
-        f"Use --dobb-blocks-for{f', for example {advice}' if advice else ''}; or one --dobb-block-width that "
-        f"divides all input features; or leave weights to AdamW with --dobb-exclude"
+        f"at most {MAX_ALIGNMENT_UNIT}), and every shard would be padded to that: {seen}",
+        f"use {{blocks_for}}{f', for example {advice}' if advice else ''}; or one {{block_width}} that divides all "
+        "input features; or leave weights to AdamW with {exclude}",
     )

@@ -321,7 +321,7 @@ def error_of(settings, transformer=None, given=None, ddp=True):
         ({"optimizer": "sgd"}, {}, "OptimizerConfig.optimizer is 'sgd': set it to 'adam'"),
         ({"overlap_param_gather_with_optimizer_step": True}, {}, "with overlap_param_gather_with_optimizer_step"),
         ({}, {"use_mup": True}, "Dobb does not work with use_mup"),
-        ({}, {"cuda_graph_impl": "local"}, "use cuda_graph_impl none"),
+        ({}, {"cuda_graph_impl": "local"}, "use cuda_graph_impl='none'"),
     ],
     ids=["sgd", "of-the-optimizer", "of-the-model", "with-a-value"],
 )
@@ -333,11 +333,14 @@ def test_two_different_configs_for_one_model_are_refused_by_what_differs():
     other = dataclasses.replace(SETTINGS, refresh_interval=5, momentum=0.9)
     assert "they differ in refresh_interval, momentum" in error_of({}, given=other)
     assert error_of({}, given=dataclasses.replace(SETTINGS)) == "built"
-    assert "OptimizerConfig.dobb takes a DobbConfig, and is {'blocks': 4}" in error_of({}, given={"blocks": 4})
+    assert (
+        "OptimizerConfig.dobb must be the same DobbConfig that megatron_dobb.install was given, and is {'blocks': 4}"
+        in error_of({}, given={"blocks": 4})
+    )
 
 
 def test_a_model_wrapped_without_the_distributed_optimizer_is_refused():
-    assert "DistributedDataParallelConfig.use_distributed_optimizer=True" in error_of({}, ddp=False)
+    assert "set it in DistributedDataParallelConfig" in error_of({}, ddp=False)
 
 
 def test_an_optimizer_that_is_not_dobbs_while_dobb_is_on_says_so():

@@ -17,10 +17,9 @@ megatron_dobb.install()
 from megatron.training import arguments, training, yaml_arguments  # noqa: E402  (imported after the patches)
 
 from megatron_dobb import DobbConfig  # noqa: E402
-from megatron_dobb.errors import ConfigError, UnsupportedError  # noqa: E402
-from megatron_dobb.megatron.options.flags import REFUSALS, refuse_unsupported  # noqa: E402
+from megatron_dobb.errors import ConfigError, UnsupportedError, flag  # noqa: E402
+from megatron_dobb.megatron.options.unsupported import refusals, refuse_unsupported  # noqa: E402
 from megatron_dobb.megatron.seam import patches  # noqa: E402
-from megatron_dobb.methods.dobb.settings import flag  # noqa: E402
 
 WITHOUT_OPTIMIZER = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -153,7 +152,9 @@ def test_every_setting_has_its_flag_and_every_flag_its_setting(megatrons_parser)
     ours = [action for action in megatrons_parser._actions if any("dobb" in option for option in action.option_strings)]
     dests = {action.dest: action.option_strings for action in ours}
     fields = {field.name for field in dataclasses.fields(DobbConfig)}
-    assert {dest: options[0] for dest, options in dests.items()} == {f"dobb_{name}": flag(name) for name in fields}
+    assert {dest: options[0] for dest, options in dests.items()} == {
+        f"dobb_{name}": flag("dobb", name) for name in fields
+    }
     negatable = {dest: options[1:] for dest, options in dests.items() if options[1:]}
     assert negatable == {"dobb_overlap_refresh": ["--no-dobb-overlap-refresh"]}
     assert fields == FLAGS.keys(), "this file tests every flag"
@@ -162,7 +163,7 @@ def test_every_setting_has_its_flag_and_every_flag_its_setting(megatrons_parser)
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_flag_sets_the_setting_of_its_name_and_no_other(validate, name):
     words, value = FLAGS[name]
-    validate([*DOBB, "--no-dobb-overlap-refresh" if name == "overlap_refresh" else flag(name), *words])
+    validate([*DOBB, "--no-dobb-overlap-refresh" if name == "overlap_refresh" else flag("dobb", name), *words])
     implied = {
         "block_width": {"blocks": None},
         "side": {"source": "output-gradient"},
@@ -218,17 +219,23 @@ def test_the_parser_refuses_what_it_does_not_know(parse, capsys, words, message)
         (["--dobb-blocks", "0"], r"--dobb-blocks 0 must be a whole number of at least 1"),
         (["--dobb-blocks", "4", "--dobb-block-width", "32"], r"--dobb-blocks 4 and --dobb-block-width 32 exclude each"),
         (["--dobb-momentum", "1"], r"--dobb-momentum 1.0 must be at least 0 and below 1"),
-        (["--dobb-capture", "all", "--dobb-capture-sequences", "4"], r"--dobb-capture-sequences 4 has no meaning"),
-        (["--dobb-blocks-for", "*.fc2"], r"--dobb-blocks-for \*\.fc2 is not of the form PATTERN=COUNT, such as"),
+        (
+            ["--dobb-capture", "all", "--dobb-capture-sequences", "4"],
+            r"--dobb-capture-sequences 4 is incompatible with --dobb-capture all",
+        ),
+        (
+            ["--dobb-blocks-for", "*.fc2"],
+            r"--dobb-blocks-for '\*\.fc2' is not of the form PATTERN=COUNT; use one such as",
+        ),
         (["--dobb-blocks-for", "=4"], r"--dobb-blocks-for =4 is not of the form PATTERN=COUNT"),
-        (["--dobb-blocks-for", "*.fc2=4.5"], r"--dobb-blocks-for \*\.fc2=4\.5 is not of the form PATTERN=COUNT"),
+        (["--dobb-blocks-for", "*.fc2=4.5"], r"--dobb-blocks-for '\*\.fc2=4\.5' is not of the form PATTERN=COUNT"),
         (["--dobb-blocks-for", "*.fc2=²"], r"is not of the form PATTERN=COUNT"),
-        (["--dobb-blocks-for", "*.fc2=0"], r"--dobb-blocks-for \*\.fc2=0 must be a whole number of at least 1"),
+        (["--dobb-blocks-for", "*.fc2=0"], r"--dobb-blocks-for '\*\.fc2=0' must be a whole number of at least 1"),
         (
             ["--dobb-log-diagnostics-weights", "*.fc2"],
-            r"weights \*\.fc2 has no meaning without --dobb-log-diagnostics-i",
+            r"weights '\*\.fc2' requires --dobb-log-diagnostics-interval; add",
         ),
-        (["--dobb-blocks-for", "*.fc2=4", "*.fc2=8"], r"--dobb-blocks-for gives \*\.fc2 both 4 and 8 blocks"),
+        (["--dobb-blocks-for", "*.fc2=4", "*.fc2=8"], r"--dobb-blocks-for '\*\.fc2' is given both 4 and 8"),
     ],
 )
 def test_bad_settings_stop_validation_before_megatron_looks(validate, words, message):
@@ -244,6 +251,9 @@ def test_bad_settings_do_not_matter_to_another_optimizer(validate):
 
 # Refusals.
 
+REFUSALS = {str(UnsupportedError(refusal.what, settings={})): refusal for refusal in refusals("dobb")}
+"""By the words for the option on a command line."""
+
 
 def settings_file(path):
     """What Megatron makes of a YAML file; it needs these to be in it."""
@@ -251,26 +261,26 @@ def settings_file(path):
 
 
 def test_every_refusal_has_a_command_line_here():
-    assert [refusal.what for refusal in REFUSALS] == list(REFUSED)
+    assert REFUSALS.keys() == REFUSED.keys()
+    assert len(REFUSALS) == len(refusals("dobb"))
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
-def test_a_refused_option_of_megatrons_command_line_stops_validation_with_its_own_message(
-    validate, monkeypatch, refusal
-):
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_refused_option_of_megatrons_command_line_stops_validation_with_its_own_message(validate, monkeypatch, what):
     monkeypatch.setattr(yaml_arguments, "load_yaml", settings_file)
-    base = WITHOUT_OPTIMIZER if refusal.what.startswith("without") else DISTRIBUTED
+    base = WITHOUT_OPTIMIZER if what.startswith("without") else DISTRIBUTED
     with pytest.raises(UnsupportedError) as refused:
-        validate([*base, "--optimizer", "dobb", *REFUSED[refusal.what]])
-    message = f"--optimizer dobb does not work {refusal.what}: {refusal.reason}; {refusal.instead}"
-    assert str(refused.value) == message
+        validate([*base, "--optimizer", "dobb", *REFUSED[what]])
+    assert str(refused.value).startswith(f"--optimizer dobb does not work {what}: {REFUSALS[what].reason}; ")
+    assert refused.value.remedy == REFUSALS[what].remedy
     assert patches.active() is None
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
-def test_what_a_refusal_proposes_instead_is_an_option_of_megatron(refusal, megatrons_parser):
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_a_refusal_proposes_instead_is_an_option_of_megatron(what, megatrons_parser):
     options = megatrons_parser._option_string_actions
-    named = [word.strip(",;") for text in (refusal.what, refusal.instead) for word in text.split() if word[:2] == "--"]
+    remedy = str(UnsupportedError(REFUSALS[what].remedy, settings={}))
+    named = [word.strip(",;") for text in (what, remedy) for word in text.split() if word[:2] == "--"]
     assert all(option in options for option in named), named
 
 

@@ -115,7 +115,7 @@ def test_a_width_is_given_exactly_when_whole_blocks_fit_every_rank(
 def test_advice_is_the_workable_values_nearest_to_what_was_asked() -> None:
     advice = (
         r"use one of 8, 16, 24, 40, 48, 56, 72, 80, give this weight its own count with --dobb-blocks-for, "
-        r"or --dobb-exclude it"
+        r"or leave it to AdamW with --dobb-exclude"
     )
     with pytest.raises(BlockError, match=advice):
         block_width("fc2", 5040, blocks=23, column_shards=8)
@@ -130,7 +130,7 @@ def test_blocks_that_would_span_tensor_parallel_ranks_are_refused_with_counts_th
     message = r"proj: --dobb-block-width 32 makes 3 blocks.*use one of .*24"
     with pytest.raises(BlockError, match=message):
         block_width("proj", 96, width=32, column_shards=4)
-    with pytest.raises(BlockError, match="no block count works: 5 ranks do not divide 96; use --dobb-exclude"):
+    with pytest.raises(BlockError, match="no block count works, because 5 ranks do not divide 96: use --dobb-exclude"):
         block_width("proj", 96, blocks=2, column_shards=5)
 
 

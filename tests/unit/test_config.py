@@ -6,8 +6,8 @@ import math
 import pytest
 
 from megatron_dobb import DobbConfig
-from megatron_dobb.errors import ConfigError
-from megatron_dobb.methods.dobb.settings import flag, matches
+from megatron_dobb.errors import ConfigError, flag
+from megatron_dobb.settings.patterns import matches
 
 PRINCIPAL_CONFIGURATION = {
     "blocks": 16,
@@ -125,7 +125,7 @@ def test_bad_value_is_refused_with_its_flag_the_value_and_what_works(name, value
     with pytest.raises(ConfigError, match=works) as refusal:
         DobbConfig(**{name: value})
     message = str(refusal.value)
-    assert flag(name) in message
+    assert flag("dobb", name) in message
     shown = [value, *value, *value.values()] if isinstance(value, dict) else [value]
     shown += value if isinstance(value, tuple | list) else []
     assert any(text in message for text in map(repr, shown)) or str(value) in message
@@ -153,14 +153,16 @@ def test_settings_cannot_change_after_birth():
 
 
 def test_blocks_and_block_width_exclude_each_other():
-    with pytest.raises(ConfigError, match=r"--dobb-blocks 4 and --dobb-block-width 32 exclude each other: give one"):
+    with pytest.raises(ConfigError, match=r"--dobb-blocks 4 and --dobb-block-width 32 exclude each other; give one"):
         DobbConfig(blocks=4, block_width=32)
     with pytest.raises(ConfigError, match="exclude each other"):
         DobbConfig(blocks={"*": 4, "*.fc2": 8}, block_width=32)
 
 
 def test_a_sequence_count_has_no_meaning_when_all_are_captured():
-    with pytest.raises(ConfigError, match=r"--dobb-capture-sequences 8 has no meaning with --dobb-capture all: leave"):
+    with pytest.raises(
+        ConfigError, match=r"--dobb-capture-sequences 8 is incompatible with --dobb-capture all; remove"
+    ):
         DobbConfig(capture="all", capture_sequences=8)
 
 
@@ -218,7 +220,7 @@ def test_a_pattern_that_names_no_weight_is_an_error(name):
     config = DobbConfig(**{name: dict.fromkeys(patterns, 4) if name == "blocks_for" else patterns}, **others)
     used = set().union(*(config.patterns_matching(weight) for weight in weights))
     assert used == {"*.fc2"}
-    with pytest.raises(ConfigError, match=rf"{flag(name)} '\*\.fc3' matches no weight"):
+    with pytest.raises(ConfigError, match=rf"{flag('dobb', name)} '\*\.fc3' matches no weight"):
         config.check_patterns_used(used)
     config.check_patterns_used({*used, "*.fc3"})  # another rank has such a weight
 

@@ -221,9 +221,11 @@ def test_nothing_is_computed_on_other_steps(monkeypatch):
 
 
 def test_a_function_and_an_interval_are_given_together():
-    with pytest.raises(ConfigError, match="diagnostics has no meaning without log_diagnostics_interval"):
+    with pytest.raises(
+        ConfigError, match="diagnostics requires log_diagnostics_interval; add log_diagnostics_interval=100"
+    ):
         train(diagnostics=print)
-    with pytest.raises(ConfigError, match=r"log_diagnostics_interval 5 has no meaning without diagnostics, .*=print"):
+    with pytest.raises(ConfigError, match=r"log_diagnostics_interval=5 requires diagnostics, .*=print"):
         train(log_diagnostics_interval=5)
-    with pytest.raises(ConfigError, match=r"log_diagnostics_weights 'output' matches no weight"):
+    with pytest.raises(ConfigError, match=r"log_diagnostics_weights='output' matches no weight"):
         train(diagnostics=print, log_diagnostics_interval=5, log_diagnostics_weights="output")

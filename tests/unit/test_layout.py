@@ -391,7 +391,7 @@ def test_advice_counts_the_blocks_of_the_whole_weight_and_settles_for_a_unit_bel
 
 def test_a_mix_that_no_block_count_can_align_is_refused_without_false_advice() -> None:
     items = [Item(2 * prime, prime, name=f"w{prime}", columns=prime) for prime in (997, 991)]
-    with pytest.raises(LayoutError, match=r"Use --dobb-blocks-for; or one --dobb-block-width .* --dobb-exclude"):
+    with pytest.raises(LayoutError, match=r"use --dobb-blocks-for; or one --dobb-block-width .* --dobb-exclude"):
         align(items, None, 1, bucket_divisor(1))
 
 

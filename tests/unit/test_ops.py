@@ -273,7 +273,7 @@ def test_asking_for_a_missing_extension_is_an_error(monkeypatch):
     without_extension(monkeypatch)
     made, gradient = segment(Shard(0, 48, 16, 8), seed=8)
     before = made.momentum.clone()
-    with pytest.raises(UnsupportedError, match=r"--dobb-backend extension cannot run on cpu: it was not built\. Use"):
+    with pytest.raises(UnsupportedError, match=r"--dobb-backend extension cannot run on cpu: it was not built; use"):
         kernels.update([made], [gradient], **SETTINGS, backend="extension")
     assert torch.equal(made.momentum, before)
 

@@ -180,7 +180,7 @@ def test_the_plot_shows_every_block_count_that_works(planned, tmp_path):
         ("--preset gpt2-small --dp 0", ["--dp 0", "at least 1"]),
         ("--preset gpt2-small --dp two", ["--dp two", "whole number"]),
         ("--preset gpt2-small --flops -3", ["--flops -3", "above 0"]),
-        ("--preset gpt2-small --exclude nothing", ["'nothing'", "matches no weight"]),
+        ("--preset gpt2-small --exclude nothing", ["--dobb-exclude nothing", "matches no weight"]),
         ("--preset gpt2-small --exclude *", ["no matrix", "--dobb-exclude"]),
         ("--preset gpt2-small --blocks-for fc2", ["fc2", "PATTERN=COUNT"]),
         ("--preset gpt3", ["--preset", "'gpt3'", "gpt2-small"]),
@@ -299,6 +299,6 @@ def test_files_that_cannot_be_written_are_one_sentence(capsys, tmp_path, flag, n
 def test_blocks_of_a_pattern_that_do_not_fit_are_named_by_the_pattern(planned):
     status, printed, _ = planned("--preset", "gpt2-small", "--blocks-for", "*.linear_fc2=5")
     assert status == 2
-    assert "linear_fc2.weight: --dobb-blocks-for *.linear_fc2=5 does not divide its 3072 input features" in printed
-    assert "or --dobb-exclude it" in printed
+    assert "linear_fc2.weight: --dobb-blocks-for '*.linear_fc2=5' does not divide its 3072 input features" in printed
+    assert "or leave it to AdamW with --dobb-exclude" in printed
     assert "give this weight its own count" not in printed

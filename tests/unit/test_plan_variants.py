@@ -116,8 +116,8 @@ def test_instances_share_the_buffers_among_fewer_ranks_and_the_moments_among_all
     [
         ("gpt2-small --side output --source activation", ["these second moments belong to the input axis"]),
         ("gpt2-small --source none --blocks 4", ["--dobb-blocks 4", "has no bases"]),
-        ("gpt2-small --source gram --stagger", ["--dobb-stagger with --dobb-source gram"]),
-        ("gpt2-small --source gram --capture all", ["--dobb-capture all", "looks at no sequences"]),
+        ("gpt2-small --source gram --stagger", ["--dobb-stagger is incompatible with --dobb-source gram"]),
+        ("gpt2-small --source gram --capture all", ["--dobb-capture all", "captures no sequences"]),
         ("gpt2-small --side output --fp16", ["--optimizer dobb does not work with", "loss scale"]),
         ("gpt2-small --side output --recompute-granularity full", ["recompute of whole layers", "core_attn"]),
         ("gpt2-small --side output --calculate-per-token-loss", ["--calculate-per-token-loss", "gram"]),

@@ -2,18 +2,24 @@
 
 import ast
 import re
+import string
 from pathlib import Path
 
 import pytest
 
 from megatron_dobb import errors
-from megatron_dobb.megatron.options.flags import REFUSALS
+from megatron_dobb.megatron.options.unsupported import refusals
 
 ROOT = Path(__file__).parents[2]
 PAGE = " ".join((ROOT / "docs/troubleshooting.md").read_text().split())
-KINDS = {name for name, value in vars(errors).items() if isinstance(value, type)} | {"ImportError", "TypeError"}
+KINDS = {
+    *(name for name, value in vars(errors).items() if isinstance(value, type)),
+    *("ImportError", "TypeError", "Misfit", "settings.error", "self._contradiction"),
+}
 GAP = "\0"
 WORDS = 3
+GENERIC = ("is incompatible with",)
+"""Words that many messages begin with; the next ones tell them apart."""
 DYNAMIC = 7
 """Raises whose sentence is put together elsewhere."""
 
@@ -24,10 +30,18 @@ def literal(node):
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(part.value if isinstance(part, ast.Constant) else GAP for part in parts)
+            return "".join(literal(part) or GAP for part in parts)
         case ast.BinOp(left=left, right=right):
             return (literal(left) or GAP) + (literal(right) or GAP)
     return None
+
+
+def message(node):
+    """The text of an error as shown, with a gap for each value and for each setting that it names."""
+    text = literal(node)
+    if text is None or "{" not in text:
+        return text
+    return "".join(before + GAP * (name is not None) for before, name, *_ in string.Formatter().parse(text))
 
 
 def raises():
@@ -36,13 +50,15 @@ def raises():
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 kind = ast.unparse(node.exc.func)
                 if kind in KINDS:
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", literal(node.exc.args[0])
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", message(node.exc.args[0])
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "_that":  # of a kind of settings
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", message(node.args[1])
 
 
 def leading_words(message):
     """The first words of a message that stand together: at least three, if it has as many."""
     parts = [part.strip(" :;,.'\"([") for part in message.split(GAP)]
-    long = [part for part in parts if len(part.split()) >= 3]
+    long = [part for part in parts if len(part.split()) >= 3 and part not in GENERIC]
     return " ".join((long or [max(parts, key=len)])[0].split()[:WORDS]).strip(" :;,.'\"([")
 
 
@@ -61,8 +77,7 @@ def test_every_error_is_on_the_page_by_its_words(place, message):
 
 
 def test_every_refused_option_of_megatrons_is_on_the_page():
-    for refusal in REFUSALS:
-        what = refusal.what.replace(
-            "with --dobb-source output-gradient, the default of --dobb-side output, and --", "--"
-        )
-        assert what in PAGE, refusal.what
+    for refusal in refusals("dobb"):
+        what = str(errors.UnsupportedError(refusal.what, settings={}))
+        own = what.replace("with --dobb-source output-gradient, the default of --dobb-side output, and --", "--")
+        assert own in PAGE, what

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_dobb.megatron.options.flags import config_from_args, refuse_unsupported
+from megatron_dobb.megatron.options.flags import config_from_args
+from megatron_dobb.megatron.options.unsupported import refuse_unsupported
 from megatron_dobb.methods.dobb.settings import DobbConfig
 
 from .plan import Request

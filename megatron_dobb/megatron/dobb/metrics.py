@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import flag
 from ...methods.dobb.metrics import merge, named
 from ...methods.dobb.metrics_recorder import Observer, Sink
 from ...methods.dobb.refresh_group import RefreshCounts, RefreshGroup
-from ...methods.dobb.settings import DobbConfig, flag
+from ...methods.dobb.settings import DobbConfig
 from ...sharding.ownership import Block
 from ...sharding.segment import Segment
 from .select_weights import DobbWeight
@@ -141,8 +142,8 @@ class Diagnostics:
             self._said_that_nobody_listens = True
             interval = next(iter(self._observers.values())).interval
             print(
-                f"dobb: {flag('log_diagnostics_interval')} {interval}, but nothing takes the diagnostics of step "
-                f"{step} or of those to come: give --tensorboard-dir (with tensorboard) or --wandb-project, or set "
+                f"dobb: {flag('dobb', 'log_diagnostics_interval')} {interval}, but nothing takes the diagnostics of "
+                f"step {step} or of later ones: give --tensorboard-dir (with tensorboard) or --wandb-project, or set "
                 f"OptimizerConfig.{SINK_ATTRIBUTE} to a function of step and figures",
                 flush=True,
             )

@@ -38,18 +38,7 @@ class DobbRunMetadata(RunMetadata):
     @classmethod
     def of(cls, settings: DobbConfig, **others: Any) -> "DobbRunMetadata":
         """The facts of a run with these settings."""
-        assert not isinstance(settings.blocks, Mapping)
-        return cls(
-            blocks=settings.blocks,
-            block_width=settings.block_width,
-            blocks_for=dict(settings.blocks_for),
-            exclude=list(settings.exclude),
-            moment_dtype=settings.moment_dtype,
-            basis_dtype=settings.basis_dtype,
-            side=settings.side,
-            source=settings.source or "",
-            **others,
-        )
+        return cls(**settings.stored(), **others)
 
     def width(self, name: str, features: int) -> int | None:
         """The width that a weight's blocks had, on the side that had them; None if it was not on Dobb."""

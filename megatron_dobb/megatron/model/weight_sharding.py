@@ -135,9 +135,9 @@ def check_outputs_seen(name: str, layer: str, geometry: GlobalShape, config: Dob
     """
     if config.source == "output-gradient" and geometry.outputs_over_tp is None:
         raise UnsupportedError(
-            f"--dobb-source output-gradient cannot see the gradient of the output of {name}, a {layer}"
-            f"{' of an expert' if of_expert else ''}: use --dobb-source gram, or leave the weight to AdamW with "
-            "--dobb-exclude"
+            f"cannot see the gradient of the output of {name}, a {layer}{' of an expert' if of_expert else ''}",
+            "use {source:gram}, or leave the weight to AdamW with {exclude}",
+            settings={"source": config.source},
         )
 
 
@@ -149,9 +149,10 @@ def check_split_expert(weight: BlockedWeight, config: DobbConfig) -> None:
     """
     if weight.is_expert_parallel and weight.parts_over_tp and (config.norm == "l2" or config.source == "gram"):
         raise UnsupportedError(
-            f"--dobb-norm {config.norm} with --dobb-source {config.source} does not work with "
-            f"--expert-tensor-parallel-size above 1, which splits the blocks of {weight.name}: use 1, or "
-            "--dobb-exclude the experts"
+            "is incompatible with {megatron.expert_tensor_parallel_size} above 1, which splits the blocks of "
+            f"{weight.name}",
+            "use 1, or leave the experts to AdamW with {exclude}",
+            settings={"norm": "l2"} if config.norm == "l2" else {"source": "gram"},
         )
 
 

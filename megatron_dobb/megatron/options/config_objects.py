@@ -1,103 +1,96 @@
-"""Dobb without a command line: what Megatron's config objects must look like, for programs that build their own."""
+"""Megatron's config objects, validated for programs that build their own instead of parsing a command line."""
 
 import dataclasses
-import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ...errors import ConfigError, UnsupportedError
-from ...methods.dobb.settings import DobbConfig
+from ...errors import ConfigError, Style, UnsupportedError
+from ...methods import registry
 from ..model.chunk_state import state_of
-from .flags import REFUSALS, Refusal
+from .unsupported import refused
 
 INNER = "adam"
-_WITHOUT_DISTRIBUTED = "without --use-distributed-optimizer"
 
 
-def settings_of(model_chunks: Sequence[Any]) -> DobbConfig | None:
-    """With which settings all chunks of a model were wrapped; None if they were wrapped without Dobb.
+def settings_of(model_chunks: Sequence[Any]) -> Any:
+    """The settings that all chunks of a model were wrapped with; None if they were wrapped without any.
 
     Raises:
         UnsupportedError: if they were not all wrapped with the same.
     """
     states = [state_of(chunk) for chunk in model_chunks]
     settings = [state.selection.settings if state is not None else None for state in states]
-    if any(found != settings[0] for found in settings):
+    if any(other != settings[0] for other in settings):
         raise UnsupportedError(
-            f"the {len(settings)} chunks of a model were wrapped in DistributedDataParallel with different settings of "
-            "Dobb: call megatron_dobb.install(config) once, before the first of them is wrapped"
+            f"the {len(settings)} chunks of a model were wrapped in DistributedDataParallel with different settings: "
+            "call megatron_dobb.install(config) once, before the first of them is wrapped"
         )
     return settings[0]
 
 
-def check(model_chunks: Sequence[Any], config: Any) -> DobbConfig | None:
-    """Check that an `OptimizerConfig` asks for what its model was wrapped for, and for nothing that cannot work.
+def check(model_chunks: Sequence[Any], config: Any) -> Any:
+    """Validate an `OptimizerConfig` against the settings its model was wrapped with.
 
     Returns:
-        The settings of Dobb, or None where neither of them asks for it.
+        These settings, or None where neither of them has any.
 
     Raises:
-        ConfigError: if `OptimizerConfig.dobb` is no `DobbConfig`.
+        ConfigError: if the field of `OptimizerConfig` for the method is no settings of that method.
         UnsupportedError: names the field, the reason and what works.
     """
-    settings, asked = settings_of(model_chunks), getattr(config, "dobb", None)
-    if settings is None and asked is not None:
-        raise UnsupportedError(
-            "OptimizerConfig.dobb is set, but the model was wrapped in DistributedDataParallel without Dobb, so its "
-            "buffers are not aligned: call megatron_dobb.install(config) before the model is wrapped"
-        )
+    settings = settings_of(model_chunks)
     if settings is None:
+        for method in registry.names():
+            if getattr(config, method, None) is not None:
+                raise UnsupportedError(
+                    f"OptimizerConfig.{method} is set, but the model was wrapped in DistributedDataParallel without "
+                    f"{method.capitalize()}, so its buffers are not aligned: call megatron_dobb.install(config) before "
+                    "the model is wrapped"
+                )
         return None
-    if asked is not None and not isinstance(asked, DobbConfig):
-        raise ConfigError(
-            f"OptimizerConfig.dobb takes a DobbConfig, and is {asked!r}: leave it out, or give the one that "
-            "megatron_dobb.install was given"
-        )
-    if asked is not None and asked != settings:
-        changed = [f.name for f in dataclasses.fields(settings) if getattr(asked, f.name) != getattr(settings, f.name)]
-        raise UnsupportedError(
-            "OptimizerConfig.dobb is not the DobbConfig for which the model was wrapped in DistributedDataParallel; "
-            f"they differ in {', '.join(changed)}: leave OptimizerConfig.dobb out, or give the same to both"
-        )
+    _check_same(settings, getattr(config, settings.method, None))
+    title = settings.method.capitalize()
     if config.optimizer != INNER:
         raise UnsupportedError(
-            f"the model was wrapped in DistributedDataParallel for Dobb, and OptimizerConfig.optimizer is "
-            f"{config.optimizer!r}: set it to {INNER!r}, which updates what is not on Dobb, or wrap the model after "
+            f"the model was wrapped in DistributedDataParallel for {title}, and OptimizerConfig.optimizer is "
+            f"{config.optimizer!r}: set it to {INNER!r}, which updates what is not on {title}, or wrap the model after "
             "megatron_dobb.megatron.configure(None)"
         )
-    if not config.use_distributed_optimizer:
-        raise UnsupportedError(
-            "Dobb needs OptimizerConfig.use_distributed_optimizer=True: it lives in the param/grad buffers of the "
-            "distributed optimizer"
-        )
     chunk = model_chunks[0]
-    if not chunk.ddp_config.use_distributed_optimizer:
-        raise UnsupportedError(
-            "Dobb needs DistributedDataParallelConfig.use_distributed_optimizer=True, which the model was wrapped "
-            "without: its param/grad buffers are not laid out for shards. Set it in that config as well"
-        )
-    for refusal in _refusals([chunk.config, chunk.ddp_config, config], settings):
-        raise UnsupportedError(
-            f"Dobb does not work {_as_field(refusal.what)}, which a config object of this program says: "
-            f"{_as_field(refusal.reason)}; {_as_field(refusal.instead)}"
-        )
+    for name, checked in (("OptimizerConfig", config), ("DistributedDataParallelConfig", chunk.ddp_config)):
+        if not checked.use_distributed_optimizer:
+            raise UnsupportedError(
+                f"{title} needs use_distributed_optimizer=True in OptimizerConfig and DistributedDataParallelConfig, "
+                f"because it lives in the param/grad buffers of the distributed optimizer: set it in {name}"
+            )
+    for refusal in refused(_merged([chunk.config, chunk.ddp_config, config]), settings):
+        error = refusal.error(settings, f"the config objects of this program cannot be used: {title} does not work")
+        error.style = Style.FIELD
+        raise error
     return settings
 
 
-def _refusals(configs: Sequence[Any], settings: DobbConfig) -> Iterator[Refusal]:
-    """The refused options in use. Megatron's config objects call them as its command line does."""
+def _check_same(settings: Any, given: Any) -> None:
+    if given is None or given == settings:
+        return
+    field, kind = f"OptimizerConfig.{settings.method}", type(settings)
+    if not isinstance(given, kind):
+        raise ConfigError(
+            f"{field} must be the same {kind.__name__} that megatron_dobb.install was given, and is {given!r}: leave "
+            "it out"
+        )
+    changed = [f.name for f in dataclasses.fields(kind) if getattr(given, f.name) != getattr(settings, f.name)]
+    raise UnsupportedError(
+        f"{field} is not the {kind.__name__} for which the model was wrapped in DistributedDataParallel; they differ "
+        f"in {', '.join(changed)}: leave {field} out, or give the same to both"
+    )
+
+
+def _merged(configs: Sequence[Any]) -> Namespace:
+    """The fields of several configs in one object; Megatron names them as its command line does."""
     values: dict[str, Any] = {"tensor_model_parallel_size": 1}
     for config in configs:
         for name, value in vars(config).items():
             values[name] = values.get(name) if value is None or value is False else value
-    values |= {f"dobb_{name}": getattr(settings, name, None) for name in ("source", "side")}
-    for refusal in REFUSALS:
-        if refusal.what != _WITHOUT_DISTRIBUTED and refusal.used(Namespace(**values)):
-            yield refusal
-
-
-def _as_field(text: str) -> str:
-    """A text about flags, in names of fields."""
-    text = text.replace("--dobb-", "--")
-    return re.sub(r"--([a-z0-9-]+)", lambda flag: flag[1].replace("-", "_"), text)
+    return Namespace(**values)

@@ -16,7 +16,8 @@ from ...post_import import Patch, after_import
 from ...sharding import buffer_layout
 from ..model.chunk_state import WeightTag, attach, note_alignment, tag_of
 from ..options import config_objects
-from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
+from ..options.flags import OPTIMIZER, add_arguments, config_from_args
+from ..options.unsupported import refuse_unsupported
 from . import versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")

@@ -35,23 +35,27 @@ def block_width(
         BlockError: if the blocks do not divide the columns, or a block would span two tensor-parallel ranks.
     """
     if blocks is not None and width is not None:
-        raise BlockError(f"{name}: --dobb-blocks {blocks} and --dobb-block-width {width} exclude each other")
+        raise BlockError(
+            "exclude each other", "give one of them", subject=name, settings={"blocks": blocks, "block_width": width}
+        )
+    asked: dict[str, object]
     if blocks is not None:
-        flag, value = "--dobb-blocks", blocks
+        value, asked = blocks, {"blocks": blocks} if pattern is None else {"blocks_for": {pattern: blocks}}
     elif width is not None:
-        flag, value = "--dobb-block-width", width
+        value, asked = width, {"block_width": width}
     else:
-        raise BlockError(f"{name}: give either --dobb-blocks or --dobb-block-width")
-    asked = f"{flag} {value}" if pattern is None else f"--dobb-blocks-for {pattern}={value}"
+        raise BlockError("give either {blocks} or {block_width}", subject=name)
     advice = _advice(columns, column_shards, value, by_count=width is None, has_own=pattern is not None)
     if value < 1 or columns < 1 or columns % value:
-        raise BlockError(f"{name}: {asked} does not divide its {columns} {side} features; {advice}")
+        raise BlockError(f"does not divide its {columns} {side} features", advice, subject=name, settings=asked)
     count = value if width is None else columns // value
     if count % column_shards:
         raise BlockError(
-            f"{name}: {asked} makes {count} blocks, which is not a multiple of the {column_shards} "
-            f"tensor-parallel ranks that share its {columns} {side} features, so a block would span two; "
-            f"{advice}"
+            f"makes {count} blocks, which is not a multiple of the {column_shards} tensor-parallel ranks that share "
+            f"its {columns} {side} features, so a block would span two",
+            advice,
+            subject=name,
+            settings=asked,
         )
     return columns // count
 
@@ -59,8 +63,8 @@ def block_width(
 def _advice(columns: int, column_shards: int, asked: int, *, by_count: bool, has_own: bool) -> str:
     counts = workable_counts(columns, column_shards)
     if not counts:
-        return f"no block count works: {column_shards} ranks do not divide {columns}; use --dobb-exclude"
+        return f"no block count works, because {column_shards} ranks do not divide {columns}: use {{exclude}}"
     values = counts if by_count else [columns // count for count in counts]
     nearest = sorted(values, key=lambda value: abs(math.log(value / max(asked, 1))))[:8]
-    own = "" if has_own else " give this weight its own count with --dobb-blocks-for,"
-    return f"use one of {', '.join(map(str, sorted(nearest)))},{own} or --dobb-exclude it"
+    own = "" if has_own else " give this weight its own count with {blocks_for},"
+    return f"use one of {', '.join(map(str, sorted(nearest)))},{own} or leave it to AdamW with {{exclude}}"

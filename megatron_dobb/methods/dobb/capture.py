@@ -3,12 +3,12 @@
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import CaptureError
+from ...errors import CaptureError, Style
 from .kernels import Backend, gram_
 
 _NOT_TRACED = "Dobb takes its second moments here on refresh steps: use torch.compile without fullgraph=True"
@@ -85,6 +85,9 @@ class Capture:
         keys: the sources that this step captures; None for all.
         closed: whether `on_complete` has taken all sequences of the step, so that no micro-batch may follow.
     """
+
+    style: ClassVar[Style] = Style.FLAG
+    """Form in which errors name settings."""
 
     root: nn.Module
     sources: Iterable[Source]
@@ -186,9 +189,11 @@ class Capture:
             self.counting = module.training and torch.is_grad_enabled()
             if self.counting and self.closed:
                 raise CaptureError(
-                    f"--dobb-capture all took as many micro-batches as Megatron says that a step has, "
-                    f"{self.microbatches()}, and the moments are on their way, but another one came: call zero_grad "
-                    "before each step, or use --no-dobb-overlap-refresh"
+                    f"captured as many micro-batches as Megatron reports for one step, {self.microbatches()}, and the "
+                    "refresh has started, but another one came",
+                    "call zero_grad before each step, or use {overlap_refresh:False}",
+                    settings={"capture": "all"},
+                    style=self.style,
                 )
             self.microbatch += self.counting
 
@@ -228,8 +233,11 @@ class Capture:
     def _takes_tokens_of(self, batch: nn.Module, key: str) -> bool:
         if batch not in self.batches:
             raise CaptureError(
-                f"{key}: its layer was called, but not the {type(batch).__name__} around it, which shows how many "
-                "sequences there are; exclude the weight with --dobb-exclude"
+                f"its layer was called, but not the {type(batch).__name__} around it, which shows how many sequences "
+                "there are",
+                "leave the weight to AdamW with {exclude}",
+                subject=key,
+                style=self.style,
             )
         return self.takes_any(self.batches[batch])
 
@@ -237,8 +245,10 @@ class Capture:
         """Sum the gradient of a layer's output once the backward pass has it, for the step that this call is of."""
         if not output.requires_grad:
             raise CaptureError(
-                f"{source.key}: autograd does not follow the output of its layer, so --dobb-source output-gradient "
-                "sees nothing of it; use activation recompute that is not reentrant, or --dobb-source gram"
+                "autograd does not follow the output of its layer, so {source:output-gradient} sees nothing of it",
+                "use activation recompute that is not reentrant, or {source:gram}",
+                subject=source.key,
+                style=self.style,
             )
         entry = self.sums[source.key]
         taken = self._taken_part(source, _batched(output)).shape
@@ -258,8 +268,11 @@ class Capture:
             return x
         if x.ndim < source.sequence_dim + 2:
             raise CaptureError(
-                f"{source.key}: its {'output' if source.of_gradient else 'input'} has the shape {tuple(x.shape)}, of "
-                f"which dimension {source.sequence_dim} cannot count sequences; exclude the weight with --dobb-exclude"
+                f"its {'output' if source.of_gradient else 'input'} has the shape {tuple(x.shape)}, of which dimension "
+                f"{source.sequence_dim} cannot count sequences",
+                "leave the weight to AdamW with {exclude}",
+                subject=source.key,
+                style=self.style,
             )
         return x.narrow(source.sequence_dim, 0, self.taken(x.shape[source.sequence_dim]))
 

@@ -261,8 +261,9 @@ def _takes(segment: Segment, backend: Backend) -> bool:
     supported = segment.weight.dtype == torch.float32
     if not supported and backend == "extension":
         raise UnsupportedError(
-            f"--dobb-backend extension cannot update {segment.name} in {segment.weight.dtype}: it works on fp32 "
-            "weights. Use --dobb-backend auto"
+            f"cannot update {segment.name} in {segment.weight.dtype}: it works on fp32 weights",
+            "use {backend:auto}",
+            settings={"backend": backend},
         )
     return supported
 

@@ -58,9 +58,9 @@ def refresh_basis(moment: Tensor, basis: Tensor, *, method: Method, iterations: 
         ConfigError: on an unknown method or fewer than one iteration.
     """
     if method not in get_args(Method):
-        raise ConfigError(f"--dobb-qr {method}: not a way to orthonormalise; use one of {', '.join(get_args(Method))}")
+        raise ConfigError("is unknown", f"use one of {', '.join(get_args(Method))}", settings={"qr": method})
     if iterations < 1:
-        raise ConfigError(f"--dobb-iterations {iterations}: a refresh needs at least one iteration; use 1 or more")
+        raise ConfigError("is too few for a refresh", "use 1 or more", settings={"iterations": iterations})
     with full_precision(moment.device):
         scaled, start = _scale(moment.float()), basis.float()
         if method == "householder":

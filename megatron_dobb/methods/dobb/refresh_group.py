@@ -334,8 +334,9 @@ class RefreshGroup:
         if numbers:
             keys = ", ".join(self.weights[number - 1].key for number in sorted(numbers))
             raise CaptureError(
-                f"no input activation was captured for {keys} on a refresh step, or for more; the module must be "
-                "called in training mode through its own forward, with its hooks, or be excluded with --dobb-exclude"
+                f"no input activation was captured for {keys} on a refresh step, or for more",
+                "the module must be called in training mode through its own forward, with its hooks, or its "
+                "weight be left to AdamW with {exclude}",
             )
 
     def send_to_holders(self, counts: Tensor) -> Tensor:

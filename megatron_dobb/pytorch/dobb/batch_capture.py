@@ -1,10 +1,11 @@
 """Capture the first sequences of a batch, counted along the leading dimension of the model's input."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ...errors import Style
 from ...methods.dobb.capture import Capture
 
 
@@ -14,6 +15,7 @@ class BatchCapture(Capture):
     A layer that sees sequences flattened into tokens then gives its share of them, in proportion.
     """
 
+    style: ClassVar[Style] = Style.KEYWORD
     batch: int | None = None
     gradients: tuple[Any, ...] | None = None
 

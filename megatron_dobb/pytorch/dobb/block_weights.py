@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ...methods.dobb.blocks import block_width
 from ...methods.dobb.capture import Source
-from ...methods.dobb.settings import DobbConfig, matches
+from ...methods.dobb.settings import DobbConfig
+from ...settings.patterns import matches
 from ..select_weights import LinearWeight, Predicate, linear_layers, select_weights
 
 

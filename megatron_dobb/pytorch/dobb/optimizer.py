@@ -20,12 +20,12 @@ from ...methods.dobb.metrics_recorder import Observer, Sink
 from ...methods.dobb.refresh_group import RefreshCounts
 from ...sharding.segment import Segment, Shard
 from .. import state_dict as saved_state
-from ..base import MatrixOptimizer, adamw_lines, flat_gradient, process_group_of, ranks_of_job
-from ..keywords import Exclude, check_sink, named_as_keywords, read_settings
+from ..base import MatrixOptimizer, adamw_lines, flat_gradient, named_as_keywords, process_group_of, ranks_of_job
 from ..select_weights import logger, unwrap
 from ..state_dict import StateForm
 from .batch_capture import BatchCapture
 from .block_weights import BlockWeight, select_block_weights
+from .keywords import Exclude, check_sink, read_settings
 from .replicated_bases import ModelBases
 
 STATE = "dobb"
