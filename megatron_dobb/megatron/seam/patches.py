@@ -6,6 +6,7 @@ While no run asks for Dobb, every patched function passes its arguments through 
 import functools
 import inspect
 import logging
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -22,12 +23,10 @@ from ..model.select_weights import (
 )
 from ..options import config_objects
 from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
-from . import versions
+from . import contract, versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
-
-_OF_BUILD = ("config", "model_chunks", "param_groups")
 
 _active: DobbConfig | None = None
 _given_by_program = False
@@ -42,21 +41,46 @@ def install(config: DobbConfig | None = None) -> None:
             Megatron's `DistributedDataParallel` from now on. Without it, `--optimizer dobb` and `configure` do.
 
     Raises:
-        UnsupportedError: now or at Megatron's import, if its version is outside the supported range.
+        UnsupportedError: now or at Megatron's import, if its version is outside the supported range or a name in
+            `contract.NAMES` is missing; then nothing is patched.
     """
     global _installed
     if config is not None:
         configure(config)
     if _installed:
         return
+    attachments = {name: functools.partial(attach, patch) for name, patch in patches().items()}
+    for name in attachments.keys() & sys.modules.keys():
+        check(sys.modules[name])  # all that are imported, before any is patched
     _installed = True
-    for name, patch in patches().items():
-        after_import(name, patch)
+    for name, attachment in attachments.items():
+        after_import(name, attachment)
 
 
-def patches() -> dict[str, Patch]:
-    """What is patched of Megatron: for each module the function that probes it and then replaces parts of it."""
-    return {
+def attach(patch: Patch | None, module: ModuleType) -> None:
+    """Check an imported module of Megatron, then patch it.
+
+    Raises:
+        UnsupportedError: see `check`.
+    """
+    check(module)
+    if patch is not None:
+        patch(module)
+
+
+def check(module: ModuleType) -> None:
+    """Check the version of Megatron and the names of one of its modules.
+
+    Raises:
+        UnsupportedError: names the version found and those supported, or each name that is missing.
+    """
+    versions.check_version(versions.megatron_version())
+    contract.check(module)
+
+
+def patches() -> dict[str, Patch | None]:
+    """For each module of Megatron that the contract names, the function that replaces parts of it, if any."""
+    return dict.fromkeys(contract.modules()) | {
         "megatron.core.optimizer.distrib_optimizer": _patch_layout,
         "megatron.core.optimizer": _patch_optimizer_factory,
         "megatron.core.dist_checkpointing": _patch_checkpoints,
@@ -96,10 +120,7 @@ def active() -> DobbConfig | None:
 
 
 def _patch_arguments(arguments: ModuleType) -> None:
-    versions.check_version(versions.megatron_version())
-    add = versions.probe(arguments, "add_megatron_arguments", ("parser",))
-    parse = versions.probe(arguments, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
-    validate = versions.probe(arguments, "validate_args", ("args",))
+    add, parse, validate = arguments.add_megatron_arguments, arguments.parse_args, arguments.validate_args
 
     @functools.wraps(add)
     def add_megatron_arguments(parser: Any) -> Any:
@@ -141,7 +162,7 @@ def _patch_arguments(arguments: ModuleType) -> None:
 
 
 def _patch_training(training: ModuleType) -> None:
-    original = versions.probe(training, "get_megatron_optimizer_config", ("args",))
+    original = training.get_megatron_optimizer_config
 
     @functools.wraps(original)
     def get_megatron_optimizer_config(args: Any) -> Any:
@@ -167,9 +188,8 @@ def _patch_training(training: ModuleType) -> None:
 
 
 def _patch_ddp(module: ModuleType) -> None:
-    versions.check_version(versions.megatron_version())
-    ddp = versions.probe(module, "DistributedDataParallel")
-    original = versions.probe(ddp, "__init__", ("ddp_config", "module", "full_param_layout"))
+    ddp = module.DistributedDataParallel
+    original = ddp.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,17 +208,10 @@ def _patch_ddp(module: ModuleType) -> None:
 
 
 def _patch_layout(module: ModuleType) -> None:
-    from megatron.core.optimizer import param_layout
+    from megatron.core.optimizer.param_layout import bucket_end_divisor
 
-    base = versions.probe(module, "DistributedOptimizer")
-    end_divisor = versions.probe(
-        param_layout, "bucket_end_divisor", ("data_parallel_world_size", "pad_for_high_nccl_busbw")
-    )
-    original = versions.probe(
-        base,
-        "_compute_per_buffer_param_layout",
-        ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
-    )
+    base = module.DistributedOptimizer
+    original = base._compute_per_buffer_param_layout
 
     @functools.wraps(original)
     def _compute_per_buffer_param_layout(
@@ -224,7 +237,7 @@ def _patch_layout(module: ModuleType) -> None:
             )
             for p in placed
         ]
-        divisor = end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+        divisor = bucket_end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
         aligned = buffer_layout.align(items, bucket_size, data_parallel_world_size, divisor)
         buffer_layout.check_row_blocks(aligned, stock.bucket_indices[-1][1])
         ours = type(stock)(
@@ -253,7 +266,7 @@ def _row_length(parameter: Any) -> int:
 
 def _keep_from_other_optimizers(base: Any) -> None:
     """Let Megatron's own optimizers refuse Dobb's checkpoints, whose param groups and state they would mistake."""
-    original = versions.probe(base, "sharded_state_dict", ("model_sharded_state_dict", "is_loading", "metadata"))
+    original = base.sharded_state_dict
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -274,10 +287,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
     from megatron.core.dist_checkpointing.validation import parse_strict_flag
     from torch.distributed.checkpoint.api import CheckpointException  # not derived from Exception
 
-    used = ("sharded_state_dict", "checkpoint_dir", "process_group", "validate_access_integrity", "strict")
-    load = versions.probe(module, "load", used)
-    load_common = versions.probe(module, "load_common_state_dict", ("checkpoint_dir",))
-    save = versions.probe(module, "save", ("sharded_state_dict", "checkpoint_dir", "content_metadata"))
+    load, load_common, save = module.load, module.load_common_state_dict, module.save
     signature, signature_of_save = inspect.signature(load), inspect.signature(save)
 
     @functools.wraps(save)
@@ -332,9 +342,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
 
 
 def _patch_optimizer_factory(module: ModuleType) -> None:
-    groups = versions.probe(module, "_get_param_groups", ("model_chunks", "config", "config_overrides"))
-    build = versions.probe(module, "_get_megatron_optimizer_based_on_param_groups", _OF_BUILD)
-    versions.probe(module, "DistributedOptimizer")
+    groups, build = module._get_param_groups, module._get_megatron_optimizer_based_on_param_groups
     signature = inspect.signature(build)
 
     @functools.wraps(groups)
