@@ -219,9 +219,9 @@ def replaced():
                 }
                 for inner in node.body:
                     for target in ast.walk(inner):
-                        if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
-                            if ast.unparse(target.value) in parameters | local:
-                                found.add(target.attr)
+                        stored = isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+                        if stored and ast.unparse(target.value) in parameters | local:
+                            found.add(target.attr)
     return found
 
 

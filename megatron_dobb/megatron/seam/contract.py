@@ -228,7 +228,7 @@ NAMES: tuple[Name, ...] = (
     *_each(
         "read",
         f"{_CHECKPOINTING}.mapping:ShardedTensor",
-        "allow_shape_mismatch data dtype global_shape key local_shape replica_id",
+        "allow_shape_mismatch data dtype from_rank_offsets global_shape key local_shape replica_id",
     ),
     *_each("read", f"{_CHECKPOINTING}.validation", "parse_strict_flag"),
     # Megatron-Bridge, for bridge.py alone.
@@ -258,8 +258,8 @@ def check(module: ModuleType) -> None:
     found = list(problems(module))
     if found:
         raise UnsupportedError(
-            f"{'; '.join(found)} in megatron-core {megatron_version()}, so megatron_dobb cannot attach to it; supported "
-            f"are versions {SUPPORTED}. If this version is inside the range, please report it"
+            f"{'; '.join(found)} in megatron-core {megatron_version()}, so megatron_dobb cannot attach to it; "
+            f"supported are versions {SUPPORTED}. If this version is inside the range, please report it"
         )
 
 
@@ -282,7 +282,7 @@ def _problem(name: Name, module: ModuleType) -> str | None:
     if name.set_by:
         known = any(_assigns(code, name.name, to_self=False) for code in _functions(owner))
         return None if known else f"{name} does not exist ({name.set_by} does not set it)"
-    found = getattr(owner, name.name, None)
+    found: Any = getattr(owner, name.name, None)
     if found is None and name.name not in vars(owner) and not (inspect.isclass(owner) and _has(owner, name.name)):
         return f"{name} does not exist"
     if name.parameters:
@@ -302,9 +302,9 @@ def _has(owner: type, name: str) -> bool:
 
 def _functions(owner: Any) -> Iterator[CodeType]:
     """The compiled functions of a class and its bases, or of one function, with those that they contain."""
-    values = (
-        [owner] if not inspect.isclass(owner) else [value for base in owner.__mro__ for value in vars(base).values()]
-    )
+    values = [owner]
+    if inspect.isclass(owner):
+        values = [value for base in owner.__mro__ for value in vars(base).values()]
     for value in values:
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

@@ -1,6 +1,7 @@
-"""The patches that make `--optimizer dobb` known to Megatron. `install` is safe to call more than once.
+"""Patch Megatron so that `--optimizer` accepts the registered methods. `install` is safe to call more than once.
 
-While no run asks for Dobb, every patched function passes its arguments through unchanged.
+While a run uses none of them, every patched function passes its arguments through unchanged. What a method does is
+found in `methods/registry.py`; nothing here names one.
 """
 
 import functools
@@ -11,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import CheckpointError, ConfigError, UnsupportedError
-from ...methods.dobb.settings import DobbConfig
+from ...methods import registry
 from ...post_import import Patch, after_import
 from ...sharding import buffer_layout
 from ..model.select_weights import (
@@ -19,26 +20,26 @@ from ..model.select_weights import (
     NAME_ATTRIBUTE,
     OUTPUT_SIDE_ATTRIBUTE,
     WIDTH_ATTRIBUTE,
-    manage,
 )
 from ..options import config_objects
-from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
+from ..options.flags import add_arguments, config_from_args, refuse_unsupported
 from . import contract, versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
 
-_active: DobbConfig | None = None
+_active: Any = None
 _given_by_program = False
 _installed = False
 
 
-def install(config: DobbConfig | None = None) -> None:
+def install(config: Any = None) -> None:
     """Patch Megatron now, as far as it is imported, and the rest as soon as it is.
 
     Args:
-        config: for programs without Megatron's command line: puts all models on Dobb that this process wraps in
-            Megatron's `DistributedDataParallel` from now on. Without it, `--optimizer dobb` and `configure` do.
+        config: settings of a registered method, for programs without Megatron's command line: all models that this
+            process wraps in Megatron's `DistributedDataParallel` from now on use it. Without it, `--optimizer` and
+            `configure` decide.
 
     Raises:
         UnsupportedError: now or at Megatron's import, if its version is outside the supported range or a name in
@@ -49,12 +50,17 @@ def install(config: DobbConfig | None = None) -> None:
         configure(config)
     if _installed:
         return
-    attachments = {name: functools.partial(attach, patch) for name, patch in patches().items()}
-    for name in attachments.keys() & sys.modules.keys():
-        check(sys.modules[name])  # all that are imported, before any is patched
+    for name in contract.modules():  # all that are imported, before any is patched
+        if name in sys.modules:
+            check(sys.modules[name])
     _installed = True
-    for name, attachment in attachments.items():
+    for name, attachment in attachments().items():
         after_import(name, attachment)
+
+
+def attachments() -> dict[str, Patch]:
+    """For each module of Megatron that the contract names, the function that checks it and then patches it."""
+    return {name: functools.partial(attach, patches().get(name)) for name in contract.modules()}
 
 
 def attach(patch: Patch | None, module: ModuleType) -> None:
@@ -78,9 +84,9 @@ def check(module: ModuleType) -> None:
     contract.check(module)
 
 
-def patches() -> dict[str, Patch | None]:
-    """For each module of Megatron that the contract names, the function that replaces parts of it, if any."""
-    return dict.fromkeys(contract.modules()) | {
+def patches() -> dict[str, Patch]:
+    """For each patched module of Megatron, the function that replaces parts of it."""
+    return {
         "megatron.core.optimizer.distrib_optimizer": _patch_layout,
         "megatron.core.optimizer": _patch_optimizer_factory,
         "megatron.core.dist_checkpointing": _patch_checkpoints,
@@ -90,29 +96,39 @@ def patches() -> dict[str, Patch | None]:
     }
 
 
-def configure(config: DobbConfig | None) -> None:
-    """Use these settings for the models that are wrapped from now on; None turns Dobb off.
+def configure(config: Any) -> None:
+    """Use these settings for the models that are wrapped from now on; None returns to Megatron's own optimizers.
+
+    Args:
+        config: settings of any registered method, or None.
 
     Raises:
-        ConfigError: if it is neither a `DobbConfig` nor None.
+        ConfigError: if it is neither.
     """
     global _given_by_program
-    if config is not None and not isinstance(config, DobbConfig):
+    if config is not None and registry.method_of(config) is None:
+        kinds = " or ".join(method.load("settings").__name__ for method in registry.methods())
         raise ConfigError(
-            f"megatron_dobb.install takes a DobbConfig, and was given {config!r}: give it one, such as "
+            f"megatron_dobb.install takes a {kinds}, and was given {config!r}: give it one, such as "
             "DobbConfig(blocks=16)"
         )
     _use(config)
     _given_by_program = config is not None
 
 
-def _use(config: DobbConfig | None) -> None:
+def _method_of(settings: Any) -> registry.Method:
+    method = registry.method_of(settings)
+    assert method is not None, settings
+    return method
+
+
+def _use(config: Any) -> None:
     global _active
     _active = config
 
 
-def active() -> DobbConfig | None:
-    """The settings in use, or None."""
+def active() -> Any:
+    """The settings in use, of whichever method; None where Megatron's own optimizers are."""
     return _active
 
 
@@ -130,28 +146,30 @@ def _patch_arguments(arguments: ModuleType) -> None:
     def parse_args(*given: Any, **kwargs: Any) -> Any:
         args = parse(*given, **kwargs)
         # Arguments from a file never reach validate_args.
-        if getattr(args, "optimizer", None) == OPTIMIZER and getattr(args, "yaml_cfg", None) is not None:
+        if getattr(args, "optimizer", None) in registry.names() and getattr(args, "yaml_cfg", None) is not None:
             refuse_unsupported(args)
         return args
 
     @functools.wraps(validate)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if _given_by_program:
+            method = _method_of(_active).name
             raise ConfigError(
                 f"the program called megatron_dobb.install(config), and its command line says --optimizer "
-                f"{args.optimizer}: give --optimizer dobb and --dobb-* flags after install() without a config"
+                f"{args.optimizer}: give --optimizer {method} and --{method}-* flags after install() without a config"
             )
-        if args.optimizer != OPTIMIZER:
+        name = args.optimizer
+        if name not in registry.names():
             _use(None)
             return validate(args, *rest, **kwargs)
         config = config_from_args(args)
         refuse_unsupported(args)
-        # Megatron sends every optimizer that it does not know down its layer-wise path; Dobb is sharded as Adam is.
-        args.optimizer = "adam"
+        # Megatron sends every optimizer that it does not know down its layer-wise path; ours are sharded as Adam is.
+        args.optimizer = config_objects.INNER
         try:
             validated = validate(args, *rest, **kwargs)
         finally:
-            args.optimizer = OPTIMIZER
+            args.optimizer = name
         refuse_unsupported(args)
         _use(config)
         return validated
@@ -166,19 +184,20 @@ def _patch_training(training: ModuleType) -> None:
 
     @functools.wraps(original)
     def get_megatron_optimizer_config(args: Any) -> Any:
-        if args.optimizer != OPTIMIZER:
+        name = args.optimizer
+        if name not in registry.names():
             return original(args)
         if active() is None:
             raise UnsupportedError(
-                "--optimizer dobb was set after Megatron's arguments were validated, so the --dobb-* settings were "
-                "never read: give it on the command line"
+                f"--optimizer {name} was set after Megatron's arguments were validated, so the --{name}-* settings "
+                "were never read: give it on the command line"
             )
-        args.optimizer = "adam"
+        args.optimizer = config_objects.INNER
         try:
             config, overrides = original(args)
         finally:
-            args.optimizer = OPTIMIZER
-        config.dobb = active()
+            args.optimizer = name
+        setattr(config, name, active())
         return config, overrides
 
     training.get_megatron_optimizer_config = get_megatron_optimizer_config  # type: ignore[attr-defined]
@@ -197,7 +216,7 @@ def _patch_ddp(module: ModuleType) -> None:
         if settings is None:
             original(self, config, ddp_config, module, *args, **kwargs)
             return
-        plan = manage(module, settings)
+        plan = _method_of(settings).load("select_weights")(module, settings)
         # The caller computed a layout before the weights were tagged; DDP computes one itself if it gets none.
         kwargs.pop("full_param_layout", None)
         with _quiet(logging.getLogger(ddp.__module__), "full_param_layout not provided"):
@@ -265,18 +284,19 @@ def _row_length(parameter: Any) -> int:
 
 
 def _keep_from_other_optimizers(base: Any) -> None:
-    """Let Megatron's own optimizers refuse Dobb's checkpoints, whose param groups and state they would mistake."""
+    """Let Megatron's own optimizers refuse a method's checkpoints, whose param groups and state they would mistake."""
     original = base.sharded_state_dict
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
-        facts = (given.get("metadata") or {}).get(OPTIMIZER)
-        if given.get("is_loading") and facts is not None and getattr(self, "dobb", None) is None:
+        content = given.get("metadata") or {}
+        writer = next((name for name in registry.names() if content.get(name) is not None), None)
+        if given.get("is_loading") and writer and not isinstance(self, registry.method(writer).load("optimizer")):
             raise CheckpointError(
-                "the checkpoint's optimizer state is Dobb's: continue it with --optimizer dobb, or start "
-                f"--optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
+                f"the checkpoint's optimizer state is {writer.capitalize()}'s: continue it with --optimizer {writer}, "
+                f"or start --optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
             )
         return original(self, *args, **kwargs)
 
@@ -306,7 +326,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        # A program may have turned Dobb off since, for another model.
+        # A program may have turned the method off since, for another model.
         if active() is not None or has_state_of_dobb(given["sharded_state_dict"]):
             from ..checkpoint.validate import check
 
@@ -347,32 +367,33 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 
     @functools.wraps(groups)
     def _get_param_groups(model_chunks: Any, config: Any, config_overrides: Any) -> Any:
-        if config_objects.check(model_chunks, config) is None:
+        settings = config_objects.check(model_chunks, config)
+        if settings is None:
             if _given_by_program:
-                _say_that_it_is_not_dobb(config.optimizer)
+                _say_that_it_is_not_used(_method_of(_active).name, config.optimizer)
             return groups(model_chunks, config, config_overrides)
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
-        managed = ParamPredicate(name=OPTIMIZER, fn=lambda p: bool(getattr(p, WIDTH_ATTRIBUTE, 0)))
-        overrides = {**(config_overrides or {}), ParamKey(predicate=managed): {"optimizer": OPTIMIZER}}
+        method = _method_of(settings).name
+        managed = ParamPredicate(name=method, fn=lambda p: bool(getattr(p, WIDTH_ATTRIBUTE, 0)))
+        overrides = {**(config_overrides or {}), ParamKey(predicate=managed): {"optimizer": method}}
         return groups(model_chunks, config, overrides)
 
     @functools.wraps(build)
     def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
         chunks = signature.bind(*args, **kwargs).arguments["model_chunks"]
-        if config_objects.settings_of(chunks) is None:
+        settings = config_objects.settings_of(chunks)
+        if settings is None:
             return build(*args, **kwargs)
-        from ..dobb import startup_report
-        from ..dobb.optimizer import DobbDistributedOptimizer
-
+        method = _method_of(settings)
         # Other modules import this name for isinstance checks, so it is replaced for the call alone.
         stock = module.DistributedOptimizer
-        module.DistributedOptimizer = DobbDistributedOptimizer  # type: ignore[attr-defined]
+        module.DistributedOptimizer = method.load("optimizer")  # type: ignore[attr-defined]
         try:
             built = build(*args, **kwargs)
         finally:
             module.DistributedOptimizer = stock  # type: ignore[attr-defined]
-        startup_report.log_start(built)
+        method.load("startup_report")(built)
         return built
 
     module._get_param_groups = _get_param_groups  # type: ignore[attr-defined]
@@ -382,13 +403,13 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 
 
 @functools.cache
-def _say_that_it_is_not_dobb(optimizer: str) -> None:
+def _say_that_it_is_not_used(method: str, optimizer: str) -> None:
     """A model may be left out on purpose, by `configure(None)` before it is wrapped, so this is no error."""
     from ..console import say
 
     say(
-        f"dobb: megatron_dobb.install(config) was called, but {optimizer} updates all of this model: it was wrapped "
-        "before, or by another class than Megatron's DistributedDataParallel"
+        f"{method}: megatron_dobb.install(config) was called, but {optimizer} updates all of this model: it was "
+        "wrapped before, or by another class than Megatron's DistributedDataParallel"
     )
 
 

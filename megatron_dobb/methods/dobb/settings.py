@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, ClassVar, Literal, TypedDict, get_args
 
 import torch
 
@@ -89,6 +89,8 @@ class DobbConfig:
     Raises:
         ConfigError: if a value is out of range or two settings contradict each other.
     """
+
+    method: ClassVar[str] = "dobb"
 
     blocks: int | Mapping[str, int] | None = None
     block_width: int | None = None
