@@ -11,20 +11,18 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from ..errors import CheckpointError
-
-_REPAIRED_UPSTREAM = "cumulative_padding_stripped"  # a variable of Megatron's own repair
 
 _DIFFERING = 0.01
 """Part of a parameter's elements that may differ from the model's weights by more than rounding."""
@@ -256,5 +254,23 @@ def _buckets(state: dict[Any, Any]) -> Iterator[list[dict[str, Any]]]:
 
 @functools.cache
 def upstream_is_repaired() -> bool:
-    """Whether this Megatron finds parameters behind padded buckets by itself."""
-    return _REPAIRED_UPSTREAM in inspect.getsource(DistributedOptimizer.sharded_param_state_fully_reshardable)
+    """Whether this Megatron finds parameters behind padded buckets by itself.
+
+    Its function is run on two buckets of two elements, each with a parameter of one element and one of padding.
+    """
+    values = [torch.tensor([1.0]), torch.tensor([2.0])]
+    bucket = SimpleNamespace(grad_data=torch.empty(2), numel_unpadded=1)
+    buffer = SimpleNamespace(
+        buckets=[bucket, bucket],
+        param_index_map={value: (2 * number, 2 * number + 1, number) for number, value in enumerate(values)},
+        numel_unpadded=2,
+    )
+    gathered = {"param": torch.tensor([1.0, 2.0, 0.0])}  # one more than there are, so that no place is outside
+    stand_in: Any = SimpleNamespace(
+        buffers=[buffer],
+        gbuf_ranges=[{torch.float32: None}],
+        get_parameter_state_dp_zero=lambda **_: {0: {torch.float32: gathered}},
+    )
+    model = {str(number): ShardedTensor.from_rank_offsets(str(number), value) for number, value in enumerate(values)}
+    state = DistributedOptimizer.sharded_param_state_fully_reshardable(stand_in, model, False, {})
+    return torch.equal(state[1]["param"].data, values[1])

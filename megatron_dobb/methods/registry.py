@@ -45,7 +45,7 @@ _METHODS = {
     "dobb": Method(
         "dobb",
         settings="megatron_dobb.methods.dobb.settings:DobbConfig",
-        select_weights="megatron_dobb.megatron.dobb.select_weights:select_weights",
+        select_weights="megatron_dobb.megatron.model.select_weights:manage",
         optimizer="megatron_dobb.megatron.dobb.optimizer:DobbDistributedOptimizer",
         refusals="megatron_dobb.megatron.dobb.unsupported:REFUSALS",
         startup_report="megatron_dobb.megatron.dobb.startup_report:log_start",

@@ -12,7 +12,7 @@ import testbed
 testbed.enable(training=True)
 megatron_dobb.install()
 
-from megatron_dobb.megatron.seam import patches  # noqa: E402  (Megatron is imported after the patches)
+from megatron_dobb.megatron.seam import contract, patches  # noqa: E402  (Megatron is imported after the patches)
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/upstream.md").read_text()
 LISTED = re.findall(r"^### `(megatron\.[\w.]+)`", PAGE, re.MULTILINE)
@@ -52,8 +52,9 @@ def found(name):
     raise AssertionError(name)
 
 
-def test_the_page_lists_exactly_what_is_replaced():
+def test_the_page_and_the_contract_list_exactly_what_is_replaced():
     assert sorted(LISTED) == sorted({*replaced(), *FOR_A_CALL})
+    assert sorted(LISTED) == sorted(str(row) for row in contract.NAMES if row.kind == "replaced")
 
 
 def test_all_that_the_page_lists_is_in_this_megatron():

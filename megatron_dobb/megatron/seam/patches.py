@@ -1,57 +1,88 @@
-"""The patches that make `--optimizer dobb` known to Megatron. `install` is safe to call more than once.
+"""Patch Megatron so that `--optimizer` accepts the registered methods. `install` is safe to call more than once.
 
-While no run asks for Dobb, every patched function passes its arguments through unchanged.
+While a run uses none of them, every patched function passes its arguments through unchanged. What a method does is
+found in `methods/registry.py`; nothing here names one.
 """
 
 import functools
 import inspect
 import logging
+import sys
 from types import ModuleType
 from typing import Any
 
 from ...errors import CheckpointError, ConfigError, UnsupportedError
 from ...methods import registry
-from ...methods.dobb.settings import DobbConfig
 from ...post_import import Patch, after_import
 from ...sharding import buffer_layout
-from ..model.chunk_state import WeightTag, attach, note_alignment, tag_of
+from ..model import chunk_state
+from ..model.chunk_state import WeightTag, note_alignment, tag_of
 from ..options import config_objects
-from ..options.flags import OPTIMIZER, add_arguments, config_from_args
+from ..options.flags import add_arguments, config_from_args
 from ..options.unsupported import refuse_unsupported
-from . import versions
+from . import contract, versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
 """Values of `--dist-ckpt-strictness` with which a checkpoint must contain all that is requested."""
 
-_OF_BUILD = ("config", "model_chunks", "param_groups")
-
-_active: DobbConfig | None = None
+_active: Any = None
 _given_by_program = False
 _installed = False
 
 
-def install(config: DobbConfig | None = None) -> None:
+def install(config: Any = None) -> None:
     """Patch Megatron now, as far as it is imported, and the rest as soon as it is.
 
     Args:
-        config: for programs without Megatron's command line: puts all models on Dobb that this process wraps in
-            Megatron's `DistributedDataParallel` from now on. Without it, `--optimizer dobb` and `configure` do.
+        config: settings of a registered method, for programs without Megatron's command line: all models that this
+            process wraps in Megatron's `DistributedDataParallel` from now on use it. Without it, `--optimizer` and
+            `configure` decide.
 
     Raises:
-        UnsupportedError: now or at Megatron's import, if its version is outside the supported range.
+        UnsupportedError: now or at Megatron's import, if its version is outside the supported range or a name in
+            `contract.NAMES` is missing; then nothing is patched.
     """
     global _installed
     if config is not None:
         configure(config)
     if _installed:
         return
+    for name in contract.modules():  # all that are imported, before any is patched
+        if name in sys.modules:
+            check(sys.modules[name])
     _installed = True
-    for name, patch in patches().items():
-        after_import(name, patch)
+    for name, attachment in attachments().items():
+        after_import(name, attachment)
+
+
+def attachments() -> dict[str, Patch]:
+    """For each module of Megatron that the contract names, the function that checks it and then patches it."""
+    return {name: functools.partial(attach, patches().get(name)) for name in contract.modules()}
+
+
+def attach(patch: Patch | None, module: ModuleType) -> None:
+    """Check an imported module of Megatron, then patch it.
+
+    Raises:
+        UnsupportedError: see `check`.
+    """
+    check(module)
+    if patch is not None:
+        patch(module)
+
+
+def check(module: ModuleType) -> None:
+    """Check the version of Megatron and the names of one of its modules.
+
+    Raises:
+        UnsupportedError: names the version found and those supported, or each name that is missing.
+    """
+    versions.check_version(versions.megatron_version())
+    contract.check(module)
 
 
 def patches() -> dict[str, Patch]:
-    """For each patched module of Megatron, the function that probes it and then replaces parts of it."""
+    """For each patched module of Megatron, the function that replaces parts of it."""
     return {
         "megatron.core.optimizer.distrib_optimizer": _patch_layout,
         "megatron.core.optimizer": _patch_optimizer_factory,
@@ -62,16 +93,20 @@ def patches() -> dict[str, Patch]:
     }
 
 
-def configure(config: DobbConfig | None) -> None:
-    """Use these settings for the models that are wrapped from now on; None turns Dobb off.
+def configure(config: Any) -> None:
+    """Use these settings for the models that are wrapped from now on; None returns to Megatron's own optimizers.
+
+    Args:
+        config: settings of any registered method, or None.
 
     Raises:
-        ConfigError: if it is neither a `DobbConfig` nor None.
+        ConfigError: if it is neither.
     """
     global _given_by_program
-    if config is not None and not isinstance(config, DobbConfig) and registry.method_of(config) is None:
+    if config is not None and registry.method_of(config) is None:
+        kinds = " or ".join(method.load("settings").__name__ for method in registry.methods())
         raise ConfigError(
-            f"megatron_dobb.install takes a DobbConfig, and was given {config!r}: give it one, such as "
+            f"megatron_dobb.install takes a {kinds}, and was given {config!r}: give it one, such as "
             "DobbConfig(blocks=16)"
         )
     _use(config)
@@ -79,16 +114,18 @@ def configure(config: DobbConfig | None) -> None:
 
 
 def _method_of(settings: Any) -> registry.Method:
-    return registry.method_of(settings) or registry.method(OPTIMIZER)
+    method = registry.method_of(settings)
+    assert method is not None, settings
+    return method
 
 
-def _use(config: DobbConfig | None) -> None:
+def _use(config: Any) -> None:
     global _active
     _active = config
 
 
-def active() -> DobbConfig | None:
-    """The settings in use, or None."""
+def active() -> Any:
+    """The settings in use, of whichever method; None where Megatron's own optimizers are."""
     return _active
 
 
@@ -96,10 +133,7 @@ def active() -> DobbConfig | None:
 
 
 def _patch_arguments(arguments: ModuleType) -> None:
-    versions.check_version(versions.megatron_version())
-    add = versions.probe(arguments, "add_megatron_arguments", ("parser",))
-    parse = versions.probe(arguments, "parse_args", ("extra_args_provider", "ignore_unknown_args"))
-    validate = versions.probe(arguments, "validate_args", ("args",))
+    add, parse, validate = arguments.add_megatron_arguments, arguments.parse_args, arguments.validate_args
 
     @functools.wraps(add)
     def add_megatron_arguments(parser: Any) -> Any:
@@ -109,28 +143,30 @@ def _patch_arguments(arguments: ModuleType) -> None:
     def parse_args(*given: Any, **kwargs: Any) -> Any:
         args = parse(*given, **kwargs)
         # Arguments from a file never reach validate_args.
-        if getattr(args, "optimizer", None) == OPTIMIZER and getattr(args, "yaml_cfg", None) is not None:
+        if getattr(args, "optimizer", None) in registry.names() and getattr(args, "yaml_cfg", None) is not None:
             refuse_unsupported(args)
         return args
 
     @functools.wraps(validate)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if _given_by_program:
+            method = _method_of(_active).name
             raise ConfigError(
                 f"the program called megatron_dobb.install(config), and its command line says --optimizer "
-                f"{args.optimizer}: give --optimizer dobb and --dobb-* flags after install() without a config"
+                f"{args.optimizer}: give --optimizer {method} and --{method}-* flags after install() without a config"
             )
-        if args.optimizer != OPTIMIZER:
+        name = args.optimizer
+        if name not in registry.names():
             _use(None)
             return validate(args, *rest, **kwargs)
         config = config_from_args(args)
         refuse_unsupported(args)
-        # Megatron sends every optimizer that it does not know down its layer-wise path; Dobb is sharded as Adam is.
-        args.optimizer = "adam"
+        # Megatron sends every optimizer that it does not know down its layer-wise path; ours are sharded as Adam is.
+        args.optimizer = config_objects.INNER
         try:
             validated = validate(args, *rest, **kwargs)
         finally:
-            args.optimizer = OPTIMIZER
+            args.optimizer = name
         refuse_unsupported(args)
         _use(config)
         return validated
@@ -141,23 +177,24 @@ def _patch_arguments(arguments: ModuleType) -> None:
 
 
 def _patch_training(training: ModuleType) -> None:
-    original = versions.probe(training, "get_megatron_optimizer_config", ("args",))
+    original = training.get_megatron_optimizer_config
 
     @functools.wraps(original)
     def get_megatron_optimizer_config(args: Any) -> Any:
-        if args.optimizer != OPTIMIZER:
+        name = args.optimizer
+        if name not in registry.names():
             return original(args)
         if active() is None:
             raise UnsupportedError(
-                "--optimizer dobb was set after Megatron's arguments were validated, so the --dobb-* settings were "
-                "never read: give it on the command line"
+                f"--optimizer {name} was set after Megatron's arguments were validated, so the --{name}-* settings "
+                "were never read: give it on the command line"
             )
-        args.optimizer = "adam"
+        args.optimizer = config_objects.INNER
         try:
             config, overrides = original(args)
         finally:
-            args.optimizer = OPTIMIZER
-        config.dobb = active()
+            args.optimizer = name
+        setattr(config, name, active())
         return config, overrides
 
     training.get_megatron_optimizer_config = get_megatron_optimizer_config  # type: ignore[attr-defined]
@@ -167,9 +204,8 @@ def _patch_training(training: ModuleType) -> None:
 
 
 def _patch_ddp(module: ModuleType) -> None:
-    versions.check_version(versions.megatron_version())
-    ddp = versions.probe(module, "DistributedDataParallel")
-    original = versions.probe(ddp, "__init__", ("ddp_config", "module", "full_param_layout"))
+    ddp = module.DistributedDataParallel
+    original = ddp.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -182,23 +218,16 @@ def _patch_ddp(module: ModuleType) -> None:
         kwargs.pop("full_param_layout", None)
         with _quiet(logging.getLogger(ddp.__module__), "full_param_layout not provided"):
             original(self, config, ddp_config, module, *args, **kwargs)
-        attach(self, selection)
+        chunk_state.attach(self, selection)
 
     ddp.__init__ = __init__
 
 
 def _patch_layout(module: ModuleType) -> None:
-    from megatron.core.optimizer import param_layout
+    from megatron.core.optimizer.param_layout import bucket_end_divisor
 
-    base = versions.probe(module, "DistributedOptimizer")
-    end_divisor = versions.probe(
-        param_layout, "bucket_end_divisor", ("data_parallel_world_size", "pad_for_high_nccl_busbw")
-    )
-    original = versions.probe(
-        base,
-        "_compute_per_buffer_param_layout",
-        ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
-    )
+    base = module.DistributedOptimizer
+    original = base._compute_per_buffer_param_layout
 
     @functools.wraps(original)
     def _compute_per_buffer_param_layout(
@@ -213,7 +242,7 @@ def _patch_layout(module: ModuleType) -> None:
             return stock
         placed = params[::-1]
         items = [_item(p) for p in placed]
-        divisor = end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
+        divisor = bucket_end_divisor(data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw)
         aligned = buffer_layout.align(items, bucket_size, data_parallel_world_size, divisor)
         buffer_layout.check_row_blocks(aligned, stock.bucket_indices[-1][1])
         ours = type(stock)(
@@ -248,7 +277,7 @@ def _item(parameter: Any) -> buffer_layout.Item:
 
 def _keep_from_other_optimizers(base: Any) -> None:
     """Let Megatron's own optimizers refuse a method's checkpoints, whose param groups and state they would mistake."""
-    original = versions.probe(base, "sharded_state_dict", ("model_sharded_state_dict", "is_loading", "metadata"))
+    original = base.sharded_state_dict
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -270,10 +299,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
     from megatron.core.dist_checkpointing.validation import parse_strict_flag
     from torch.distributed.checkpoint.api import CheckpointException  # not derived from Exception
 
-    used = ("sharded_state_dict", "checkpoint_dir", "process_group", "validate_access_integrity", "strict")
-    load = versions.probe(module, "load", used)
-    load_common = versions.probe(module, "load_common_state_dict", ("checkpoint_dir",))
-    save = versions.probe(module, "save", ("sharded_state_dict", "checkpoint_dir", "content_metadata"))
+    load, load_common, save = module.load, module.load_common_state_dict, module.save
     signature, signature_of_save = inspect.signature(load), inspect.signature(save)
 
     @functools.wraps(save)
@@ -328,9 +354,7 @@ def _patch_checkpoints(module: ModuleType) -> None:
 
 
 def _patch_optimizer_factory(module: ModuleType) -> None:
-    groups = versions.probe(module, "_get_param_groups", ("model_chunks", "config", "config_overrides"))
-    build = versions.probe(module, "_get_megatron_optimizer_based_on_param_groups", _OF_BUILD)
-    versions.probe(module, "DistributedOptimizer")
+    groups, build = module._get_param_groups, module._get_megatron_optimizer_based_on_param_groups
     signature = inspect.signature(build)
 
     @functools.wraps(groups)
@@ -338,7 +362,7 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
         settings = config_objects.check(model_chunks, config)
         if settings is None:
             if _given_by_program:
-                _say_that_it_is_not_dobb(config.optimizer)
+                _say_that_it_is_not_used(_method_of(_active).name, config.optimizer)
             return groups(model_chunks, config, config_overrides)
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
@@ -371,13 +395,13 @@ def _patch_optimizer_factory(module: ModuleType) -> None:
 
 
 @functools.cache
-def _say_that_it_is_not_dobb(optimizer: str) -> None:
+def _say_that_it_is_not_used(method: str, optimizer: str) -> None:
     """A model may be left out on purpose, by `configure(None)` before it is wrapped, so this is no error."""
     from ..console import say
 
     say(
-        f"dobb: megatron_dobb.install(config) was called, but {optimizer} updates all of this model: it was wrapped "
-        "before, or by another class than Megatron's DistributedDataParallel"
+        f"{method}: megatron_dobb.install(config) was called, but {optimizer} updates all of this model: it was "
+        "wrapped before, or by another class than Megatron's DistributedDataParallel"
     )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from . import patches
 
+OPTIONAL = ("megatron.training", "megatron.bridge")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -36,16 +38,17 @@ def has(name: str) -> bool:
 
 
 def problems() -> Iterator[tuple[str, BaseException | None]]:
-    """For each module that is patched, what stands against it, or None.
+    """For each module of the contract, the error that prevents attaching to it, or None.
 
-    The modules are imported and patched for good, so this belongs into a process of its own. Of `megatron.training`,
-    which other front ends do without, nothing is said where it is missing.
+    The modules are imported and patched for good, so this belongs into a process of its own. Packages that some
+    programs do without, `megatron.training` and `megatron.bridge`, are left out where they are missing.
     """
-    for name, patch in patches.patches().items():
-        if name.startswith("megatron.training.") and not has("megatron.training"):
+    for name, attachment in patches.attachments().items():
+        package = ".".join(name.split(".")[:2])
+        if package in OPTIONAL and not has(package):
             continue
         try:
-            patch(importlib.import_module(name))
+            attachment(importlib.import_module(name))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever an import raises, SystemExit too

@@ -1,7 +1,4 @@
-"""Supported versions of Megatron, and probes for everything that the seam touches."""
-
-import inspect
-from typing import Any
+"""The supported versions of Megatron."""
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -11,13 +8,23 @@ from ...errors import UnsupportedError
 RANGE = ">=0.19,<0.21"
 """pyproject.toml and the doctor say the same; a test compares them."""
 SUPPORTED = SpecifierSet(RANGE, prereleases=True)
+REMEDY = f"install a supported one with: pip install 'megatron-core{RANGE}'"
 
 
 def megatron_version() -> str:
-    """The version that the imported megatron.core states."""
+    """The version that the imported megatron.core states.
+
+    Raises:
+        UnsupportedError: if it states none.
+    """
     from megatron.core import package_info
 
-    return str(package_info.__version__)
+    version = getattr(package_info, "__version__", None)
+    if version is None:
+        raise UnsupportedError(
+            f"megatron.core.package_info.__version__ does not exist, so the version of Megatron is unknown; {REMEDY}"
+        )
+    return str(version)
 
 
 def check_version(version: str) -> None:
@@ -35,33 +42,3 @@ def check_version(version: str) -> None:
             f"megatron-core {version} is not supported: megatron_dobb needs {SUPPORTED}; "
             f"install one with: pip install 'megatron-core{RANGE}'"
         )
-
-
-def probe(owner: Any, name: str, parameters: tuple[str, ...] = ()) -> Any:
-    """Get what a patch replaces, after checking that it looks as the patch expects.
-
-    Args:
-        owner: a module or class of Megatron.
-        name: attribute of it.
-        parameters: names that the attribute, a function, must accept.
-
-    Raises:
-        UnsupportedError: if the attribute is missing or takes other parameters.
-    """
-    found = getattr(owner, name, None)
-    where = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-    if found is None:
-        raise UnsupportedError(_mismatch(f"{where} does not exist"))
-    if parameters:
-        signature = inspect.signature(found)
-        missing = [p for p in parameters if p not in signature.parameters]
-        if missing:
-            raise UnsupportedError(_mismatch(f"{where}{signature} has no parameter {', '.join(missing)}"))
-    return found
-
-
-def _mismatch(what: str) -> str:
-    return (
-        f"{what} in megatron-core {megatron_version()}, so megatron_dobb cannot attach to it; supported are "
-        f"versions {SUPPORTED}. If this version is inside the range, please report it"
-    )
