@@ -326,6 +326,13 @@ def test_the_latest_iteration_is_opened_and_its_weights_can_be_chosen(inspected,
     assert "--weights *.fc1 matches no weight on Dobb; one of them is decoder.layers.0.mlp.linear_fc1.weight" in printed
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_checkpoint_is_read(tmp_path, capsys):
+    assert cli.main([str(tmp_path / "nothing"), "--json", str(tmp_path)]) == 2
+    assert (
+        f"--json {tmp_path} is a folder: name a file in it, such as {tmp_path}/figures.json" in capsys.readouterr().out
+    )
+
+
 def test_pictures_are_drawn(inspected, kept, tmp_path):
     inspected(kept / KEPT[0].name / "fully_reshardable", "--plot", tmp_path / "pictures")
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["layers.png", "spectra.png"]

@@ -362,8 +362,11 @@ def test_the_papers_configuration_is_printed_as_commands(capsys):
     [
         (["table1a", "--seeds", "0"], "--seeds 0"),
         (["table1a", "--json", "no/such/folder/x.json"], "there is no folder no/such/folder"),
-        (["table1a", "--plot", "."], "--plot . is a folder: give a file, such as table1a.png"),
-        (["table1a", "--plot", "x.doc"], "--plot x.doc: is drawn as one of .png, .pdf, .svg, .jpg; name it x.png"),
+        (["table1a", "--plot", "."], "--plot . is a folder: name a file in it, such as table1a.png"),
+        (
+            ["table1a", "--plot", "x.doc"],
+            "--plot x.doc does not end in a picture's format: use one of .png, .pdf, .svg, .jpg",
+        ),
         (["table2", "--save", "no/such/folder/x.pt"], "there is no folder no/such/folder"),
         (["compare", "--runs", __file__], "is a file: give a folder, such as runs"),
         (["compare", "--plot-dir", __file__], "is a file: give a folder, such as curves"),

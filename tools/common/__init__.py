@@ -1,1 +1,1 @@
-"""Parts that planning, inspection and reproduction share: tables, plots and the payload of other methods."""
+"""Parts that planning, inspection and reproduction share: tables, plots, files and the payload of other methods."""

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from megatron_dobb.errors import CheckpointError, ConfigError
 from megatron_dobb.methods.dobb.settings import NORMS
 
+from ..common.files import why_not_written
 from ..common.tables import make_console, show, show_error
 from .contents import Source
 from .figures import Figures, figures_of
@@ -31,6 +32,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     console = make_console(170)
     try:
+        if options.json is not None and (problem := why_not_written("json", options.json, "figures.json")):
+            raise ConfigError(problem)
         source = open_checkpoint(options.checkpoint)
         source.facts.norm = source.facts.norm or options.norm
         names = _chosen(source, options.weights)

@@ -10,13 +10,13 @@ from typing import NoReturn
 
 from megatron_dobb.megatron.options.flags import add_arguments
 
+from ..common.files import why_not_written
 from .presets import PRESETS
 from .sizes import PlanError
 from .timing import Rates
 
 ABSENT = argparse.SUPPRESS
 EXAMPLES = {"json": "plan.json", "plot": "plan.png"}
-PICTURES = (".png", ".pdf", ".svg", ".jpg")
 REFUSED = {
     "--mtp-num-layers": "layers of multi-token prediction",
     "--moe-latent-size": "latent experts",
@@ -200,14 +200,10 @@ def read(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if first.args is not None:
         given, ignored = read_file(first.args)
     options = parser().parse_args(words, given)
-    for name in ("json", "plot"):
+    for name, example in EXAMPLES.items():
         path = getattr(options, name)
-        if path is not None and not path.resolve().parent.is_dir():
-            raise PlanError(f"--{name} {path}: there is no folder {path.parent}; make it first")
-        if path is not None and path.is_dir():
-            raise PlanError(f"--{name} {path} is a folder: name a file in it, such as {path / EXAMPLES[name]}")
-    if options.plot is not None and options.plot.suffix.lower() not in PICTURES:
-        raise PlanError(f"--plot {options.plot} does not end in a picture's format: use one of {', '.join(PICTURES)}")
+        if path is not None and (problem := why_not_written(name, path, example)):
+            raise PlanError(problem)
     return options, ignored
 
 

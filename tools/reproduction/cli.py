@@ -8,6 +8,7 @@ import torch
 
 from megatron_dobb.errors import DobbError
 
+from ..common.files import why_not_written
 from ..common.tables import make_console, show, show_error
 from . import ablations, compare, geometry, orthogonality, spectra, traffic, update_size
 from .results import Command, save_json, save_plot
@@ -24,8 +25,8 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-FILES = {"json": (".json",), "plot": (".png", ".pdf", ".svg", ".jpg"), "save": (".pt",)}
-"""Options that name a file to write, and how its name may end; the first is an example."""
+FILES = {"json": ".json", "plot": ".png", "save": ".pt"}
+"""Options that name a file to write, and how its name may end."""
 
 FOLDERS = {"plot_dir": "curves", "runs": "runs"}
 """Options that name a folder to write to, and an example."""
@@ -45,16 +46,10 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         own.add_argument("--threads", type=int, default=None, help="CPU threads of this process (default: PyTorch's)")
         command.add_arguments(own)
     options = parser.parse_args(words)
-    for name, suffixes in FILES.items():
+    for name, suffix in FILES.items():
         path = getattr(options, name, None)
-        if path is None:
-            continue
-        if path.is_dir():
-            parser.error(f"--{name} {path} is a folder: give a file, such as {path / options.command}{suffixes[0]}")
-        if not path.resolve().parent.is_dir():
-            parser.error(f"--{name} {path}: there is no folder {path.parent}; make it first")
-        if name == "plot" and path.suffix not in suffixes:
-            parser.error(f"--plot {path}: is drawn as one of {', '.join(suffixes)}; name it {path.stem}{suffixes[0]}")
+        if path is not None and (problem := why_not_written(name, path, options.command + suffix)):
+            parser.error(problem)
     for name, example in FOLDERS.items():
         folder = getattr(options, name, None)
         if folder is not None and folder.exists() and not folder.is_dir():
