@@ -20,7 +20,7 @@ from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_u
 from . import versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
-"""Values of `--dist-ckpt-strictness` with which a checkpoint must contain all that is requested."""
+"""Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
 
 _OF_BUILD = ("config", "model_chunks", "param_groups")
 
@@ -50,7 +50,7 @@ def install(config: DobbConfig | None = None) -> None:
 
 
 def patches() -> dict[str, Patch]:
-    """For each patched module of Megatron, the function that probes it and then replaces parts of it."""
+    """What is patched of Megatron: for each module the function that probes it and then replaces parts of it."""
     return {
         "megatron.core.optimizer.distrib_optimizer": _patch_layout,
         "megatron.core.optimizer": _patch_optimizer_factory,
@@ -254,11 +254,11 @@ def _keep_from_other_optimizers(base: Any) -> None:
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         content = given.get("metadata") or {}
-        writer = next((name for name in registry.names() if name in content), None)
-        if given.get("is_loading") and writer is not None and not hasattr(self, "method"):
+        writer = next((name for name in registry.names() if content.get(name) is not None), None)
+        if given.get("is_loading") and writer and not isinstance(self, registry.method(writer).load("optimizer")):
             raise CheckpointError(
-                f"the checkpoint's optimizer state is of {writer}: continue it with --optimizer {writer}, or start "
-                f"--optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
+                f"the checkpoint's optimizer state is {writer.capitalize()}'s: continue it with --optimizer {writer}, "
+                f"or start --optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
             )
         return original(self, *args, **kwargs)
 

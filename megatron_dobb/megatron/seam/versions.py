@@ -1,4 +1,4 @@
-"""Supported versions of Megatron, and probes for everything that the seam touches."""
+"""Which Megatron this seam fits, and probes for everything that it touches."""
 
 import inspect
 from typing import Any
