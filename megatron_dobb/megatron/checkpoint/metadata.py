@@ -42,8 +42,8 @@ class RunMetadata:
             )
         if version > cls.version:
             raise CheckpointError(
-                f"the checkpoint's state of {method.capitalize()} is of version {version}, and this megatron_dobb reads "
-                f"up to version {cls.version}: install the megatron_dobb that wrote it, or a newer one"
+                f"the checkpoint's state of {method.capitalize()} is of version {version}, and this megatron_dobb "
+                f"reads up to version {cls.version}: install the megatron_dobb that wrote it, or a newer one"
             )
         try:
             return cls(**plain)
