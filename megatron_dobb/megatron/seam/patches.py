@@ -14,7 +14,7 @@ from ...methods import registry
 from ...methods.dobb.settings import DobbConfig
 from ...post_import import Patch, after_import
 from ...sharding import buffer_layout
-from ..model.chunk_state import WeightTag, attach, note_alignment, tag_of
+from ..model.chunk_state import WeightTag, attach_state, note_alignment, tag_of
 from ..options import config_objects
 from ..options.flags import OPTIMIZER, add_arguments, config_from_args, refuse_unsupported
 from . import versions
@@ -181,7 +181,7 @@ def _patch_ddp(module: ModuleType) -> None:
         kwargs.pop("full_param_layout", None)
         with _quiet(logging.getLogger(ddp.__module__), "full_param_layout not provided"):
             original(self, config, ddp_config, module, *args, **kwargs)
-        attach(self, selection)
+        attach_state(self, selection)
 
     ddp.__init__ = __init__
 
