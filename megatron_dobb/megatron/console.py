@@ -9,13 +9,12 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def log_whole_model(method: str, title: str, matrices: int, elements: int) -> None:
+def log_whole_model(method: str, matrices: int, elements: int) -> None:
     """Say how much of the model a method updates, over all pipeline stages and experts.
 
     Args:
         method: its name.
-        title: its name in sentences.
         matrices, elements: of the model.
     """
     size = f"{matrices} matrices ({elements:,} elements)"
-    say(f"{method}: {size} of the whole model are on {title}; the first rank's part:")
+    say(f"{method}: {size} of the whole model are on {method.capitalize()}; the first rank's part:")

@@ -1,7 +1,7 @@
 """Base of the methods that update weights in the shards of Megatron's distributed optimizer (ZeRO-1).
 
-A method derives `ShardOptimizer`, names itself in `method` and `title` and writes `_update`; every other hook has a
-default. The hooks, in the order in which they are called:
+A method derives `ShardOptimizer`, names itself in `method` and writes `_update`; every other hook has a default. The
+hooks, in the order in which they are called:
 
 * `_prepare`: collective set-up over all ranks, such as process groups.
 * `_build`: what the method needs for the weights of this rank, before their segments are made.
@@ -65,7 +65,6 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
     Attributes:
         method: its name, which is the value of `--optimizer`, its key in checkpoints and the `optimizer` of its param
             groups.
-        title: its name in sentences.
         settings: the method's, with which the model was wrapped.
         selections: the weights of each model chunk, of all optimizers of this rank.
         weights_of_chunk: for each model chunk, the weights of this optimizer.
@@ -77,7 +76,6 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
     """
 
     method: ClassVar[str]
-    title: ClassVar[str]
 
     def __init__(
         self,
@@ -103,9 +101,7 @@ class ShardOptimizer[W: ManagedWeight, S: ShardSegment](UpstreamFixes):
         self.segments: list[list[S]] = []
         self.shards: list[list[torch.nn.Parameter]] = []
         if states[0].kinds_on_adamw is None:
-            states[0].kinds_on_adamw = check_whole_model(
-                self.method, self.title, self.settings, self.selections, model_chunks[0]
-            )
+            states[0].kinds_on_adamw = check_whole_model(self.method, self.settings, self.selections, model_chunks[0])
         self.kinds_on_adamw: set[str] = states[0].kinds_on_adamw
         self._prepare(model_chunks[0], states[0])
         super().__init__(optimizer, config, grad_scaler, init_state_fn, model_chunks, **kwargs)

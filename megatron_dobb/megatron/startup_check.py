@@ -40,13 +40,12 @@ class ModelPart:
 
 
 def check_whole_model(
-    method: str, title: str, settings: MethodSettings, selections: Sequence[Selection[Any]], chunk: Any
+    method: str, settings: MethodSettings, selections: Sequence[Selection[Any]], chunk: Any
 ) -> set[str]:
     """Check, over all ranks, that there is something to update and that every name pattern names something.
 
     Args:
         method: its name.
-        title: its name in sentences.
         settings: of the method.
         selections: of this rank's model chunks.
         chunk: one of these, for Megatron's process groups.
@@ -78,7 +77,7 @@ def check_whole_model(
             + "; ".join(f"{number} parameters: {reason}" for reason, number in reasons.items())
             + f". Use --optimizer adam, or fewer --{method}-exclude patterns"
         )
-    log_whole_model(method, title, matrices, elements)
+    log_whole_model(method, matrices, elements)
     return set().union(*(part.kinds_on_adamw for part in parts))
 
 

@@ -88,6 +88,7 @@ def test_adamw_is_continued_by_dobb_only_when_asked_and_dobb_never_by_adamw(tmp_
     assert results[FORMATS[0]] == results[FORMATS[1]]
     adamw, dobb = results["sizes"]
     assert dobb < adamw + results["blocks"], "second moments of the gradients are not saved for weights on Dobb"
+    assert "Dobb's" in results["back"]
     assert "--optimizer dobb" in results["back"]
     assert "--no-load-optim" in results["back"]
 

@@ -141,8 +141,8 @@ def test_adamw_is_continued_when_asked_and_methods_refuse_each_others_checkpoint
 
     (((adam, of_dobb, by_dobb, by_adam), has_momenta),) = processes.run(1, run)
     assert "--signmomentum-load-other-optimizer" in adam
-    assert "--optimizer dobb, which --optimizer signmomentum cannot continue" in of_dobb
-    assert "--optimizer signmomentum, which --optimizer dobb cannot continue" in by_dobb
+    assert "--optimizer dobb, which Signmomentum cannot continue" in of_dobb
+    assert "--optimizer signmomentum, which Dobb cannot continue" in by_dobb
     assert "--optimizer signmomentum" in by_adam
     assert has_momenta
 

@@ -43,7 +43,7 @@ def test_a_checkpoint_of_sgd_is_refused_by_name(tmp_path):
     assert saved.returncode == 0, saved.stderr[-3000:]
     refused = alone(*PYTHON, *TRAIN, "--load", tmp_path, "--dobb-load-other-optimizer")
     assert refused.returncode != 0
-    assert "the checkpoint was written by --optimizer sgd, which --optimizer dobb cannot" in refused.stderr
+    assert "the checkpoint was written by --optimizer sgd, which Dobb cannot" in refused.stderr
     assert "no second moments" in refused.stderr
     assert "--no-load-optim" in refused.stderr
 

@@ -13,7 +13,6 @@ class SignMomentumOptimizer(ShardOptimizer[ManagedWeight, FlatSegment]):
     """ZeRO-1 with sign momentum. Each rank updates its shard by itself."""
 
     method = "signmomentum"
-    title = "sign momentum"
 
     def _update(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         for group, segments, of_group in zip(self.optimizer.param_groups, self.segments, gradients, strict=True):

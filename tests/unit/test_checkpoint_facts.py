@@ -62,7 +62,7 @@ def test_a_checkpoint_that_dobb_cannot_continue_is_refused_with_its_writer_and_a
     if reason is None:
         assert found is None
     else:
-        assert f"--optimizer {writer}, which --optimizer dobb cannot continue" in found
+        assert f"--optimizer {writer}, which Dobb cannot continue" in found
         assert reason in found
         assert "--no-load-optim" in found
 

@@ -55,7 +55,7 @@ def refusal(content: Mapping[str, Any], writer: str, method: str) -> str | None:
     else:
         return None
     return (
-        f"the checkpoint was written by --optimizer {writer}, which --optimizer {method} cannot continue: {reason}. "
+        f"the checkpoint was written by --optimizer {writer}, which {method.capitalize()} cannot continue: {reason}. "
         "Start a fresh optimizer from its weights with --no-load-optim"
     )
 
@@ -79,7 +79,7 @@ def with_groups_of(method: str, state: dict[str, Any], groups: Sequence[dict[str
             if not alike:
                 raise CheckpointError(
                     "the checkpoint has no param group with the learning rate and weight decay settings of the "
-                    f"weights on {method}: give the settings of the run that saved it, or --no-load-optim"
+                    f"weights on {method.capitalize()}: give the settings of the run that saved it, or --no-load-optim"
                 )
             added.append({**alike[0], "optimizer": method})
     return {**state, "optimizer": {**state["optimizer"], "param_groups": [*stored, *added]}}

@@ -38,16 +38,16 @@ class RunMetadata:
         version = plain.get("version") if isinstance(plain, Mapping) else None
         if not isinstance(version, int) or version < 1:
             raise CheckpointError(
-                f"the checkpoint's run metadata of {method} are damaged: {plain!r} has no version; use another"
+                f"the checkpoint's facts on {method.capitalize()} are damaged: {plain!r} has no version; use another"
             )
         if version > cls.version:
             raise CheckpointError(
-                f"the checkpoint's state of {method} is of version {version}, and this megatron_dobb reads up to "
-                f"version {cls.version}: install the megatron_dobb that wrote it, or a newer one"
+                f"the checkpoint's state of {method.capitalize()} is of version {version}, and this megatron_dobb "
+                f"reads up to version {cls.version}: install the megatron_dobb that wrote it, or a newer one"
             )
         try:
             return cls(**plain)
         except TypeError as error:
             raise CheckpointError(
-                f"the checkpoint's run metadata of {method} are damaged ({error}); use another"
+                f"the checkpoint's facts on {method.capitalize()} are damaged ({error}); use another"
             ) from error

@@ -85,10 +85,10 @@ class MethodCheckpoint:
                 raise CheckpointError(reason)
             if not self.load_other_optimizer:
                 raise CheckpointError(
-                    f"the checkpoint's content metadata have no state of {self.method}: another optimizer wrote it. "
-                    f"Continue it with --{self.method}-load-other-optimizer, which takes over the masters and AdamW's "
-                    "first moments as momentum and starts all other state afresh, or start a fresh optimizer with "
-                    "--no-load-optim"
+                    f"the checkpoint's content metadata have no state of {self.method.capitalize()}: another "
+                    f"optimizer wrote it. Continue it with --{self.method}-load-other-optimizer, which takes over the "
+                    "masters and AdamW's first moments as momentum and starts all other state afresh, or start a fresh "
+                    "optimizer with --no-load-optim"
                 )
             return None
         if run.experts_apart != self.experts_apart:

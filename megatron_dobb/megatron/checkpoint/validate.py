@@ -104,7 +104,7 @@ def _advice(key: str) -> str:
     for method in registry.names():
         if f"optimizer.{method}." in key:
             return (
-                f"it was saved by a run of another model, or with other weights on {method}; --no-load-optim starts "
-                "afresh"
+                "it was saved by a run of another model, or with other weights on "
+                f"{method.capitalize()}; --no-load-optim starts afresh"
             )
     return "it is of another model; give the flags of the run that saved it"

@@ -56,7 +56,6 @@ class DobbDistributedOptimizer(ShardOptimizer[DobbWeight, Segment]):
     """
 
     method = "dobb"
-    title = "Dobb"
     settings: DobbConfig
     rank_state: RankState
 

@@ -155,7 +155,7 @@ def tag_of(parameter: Any) -> WeightTag | None:
     return note
 
 
-def attach(chunk: Any, selection: Selection[Any]) -> None:
+def attach_state(chunk: Any, selection: Selection[Any]) -> None:
     """Give a wrapped model chunk its state."""
     setattr(chunk, _ATTRIBUTE, ChunkState(selection))
 

@@ -15,15 +15,14 @@ from ...errors import CheckpointError, ConfigError, UnsupportedError
 from ...methods import registry
 from ...post_import import Patch, after_import
 from ...sharding import buffer_layout
-from ..model import chunk_state
-from ..model.chunk_state import WeightTag, note_alignment, tag_of
+from ..model.chunk_state import WeightTag, attach_state, note_alignment, tag_of
 from ..options import config_objects
 from ..options.flags import add_arguments, config_from_args
 from ..options.unsupported import refuse_unsupported
 from . import contract, versions
 
 STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
-"""Values of `--dist-ckpt-strictness` with which a checkpoint must contain all that is requested."""
+"""Of `--dist-ckpt-strictness`, the values with which a checkpoint must contain what is asked of it."""
 
 _active: Any = None
 _given_by_program = False
@@ -218,7 +217,7 @@ def _patch_ddp(module: ModuleType) -> None:
         kwargs.pop("full_param_layout", None)
         with _quiet(logging.getLogger(ddp.__module__), "full_param_layout not provided"):
             original(self, config, ddp_config, module, *args, **kwargs)
-        chunk_state.attach(self, selection)
+        attach_state(self, selection)
 
     ddp.__init__ = __init__
 
@@ -284,11 +283,11 @@ def _keep_from_other_optimizers(base: Any) -> None:
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         content = given.get("metadata") or {}
-        writer = next((name for name in registry.names() if name in content), None)
-        if given.get("is_loading") and writer is not None and not hasattr(self, "method"):
+        writer = next((name for name in registry.names() if content.get(name) is not None), None)
+        if given.get("is_loading") and writer and not isinstance(self, registry.method(writer).load("optimizer")):
             raise CheckpointError(
-                f"the checkpoint's optimizer state is of {writer}: continue it with --optimizer {writer}, or start "
-                f"--optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
+                f"the checkpoint's optimizer state is {writer.capitalize()}'s: continue it with --optimizer {writer}, "
+                f"or start --optimizer {self.config.optimizer} from its weights alone with --no-load-optim"
             )
         return original(self, *args, **kwargs)
 
