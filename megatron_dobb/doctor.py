@@ -4,6 +4,7 @@ It starts no training and needs no launcher. The checks run in a child process, 
 is reported too; the process that the user started imports nothing heavy.
 """
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -26,10 +27,8 @@ from .autoload import VARIABLE
 from .errors import UnsupportedError
 from .version import __version__
 
-USAGE = """usage: python -m megatron_dobb doctor [--json]
-
-Looks at versions, the compiled extension, GPUs, compilers and Megatron, tests the optimizer on small
-blocks, and ends with a verdict. Exit status: 0 if Dobb can be used, 1 if not, 2 for wrong arguments."""
+DESCRIPTION = """Look at versions, the compiled extension, GPUs and Megatron, test the optimizer on small blocks,
+and end with a verdict. Exit status: 0 if Dobb can be used, 1 if not, 2 for wrong arguments."""
 
 LIMIT_S = 180.0
 """For all checks together: they take ten seconds, and Megatron's import on a busy file system longer."""
@@ -84,19 +83,15 @@ def usable(findings: Sequence[Finding]) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the findings and the verdict, and return the exit status."""
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(USAGE)
-        return 0
-    unknown = [argument for argument in arguments if argument != "--json"]
-    if unknown:
-        print(f"megatron_dobb doctor: unknown argument {unknown[0]!r}\n{USAGE}", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser("python -m megatron_dobb doctor", description=DESCRIPTION)
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of lines")
+    as_json = parser.parse_args(arguments).json
     findings: list[Finding] = []
     for finding in run(list(CHECKS)):
         findings.append(finding)
-        if "--json" not in arguments:
+        if not as_json:
             print(finding, flush=True)
-    if "--json" in arguments:
+    if as_json:
         rows = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({"verdict": verdict(findings), "usable": usable(findings), "findings": rows}, indent=2))
     else:
@@ -427,7 +422,7 @@ def _self_test() -> Iterator[Result]:
         yield "failure", text, "please report it"
 
 
-def losses() -> list[float]:
+def losses() -> Iterator[float]:
     """Losses of a small model before and after one step of the plain optimizer."""
     import torch
     from torch import nn
@@ -435,17 +430,13 @@ def losses() -> list[float]:
     from .pytorch.dobb import Dobb
 
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+    model, inputs, targets = nn.Linear(32, 8), torch.randn(64, 32), torch.randn(64, 8)
     optimizer = Dobb(model, lr=1e-2, weight_decay=0.0, blocks=2)
-    inputs, targets = torch.randn(64, 32), torch.randn(64, 8)
-    found = []
     for _ in range(2):
-        optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), targets)
-        found.append(loss.item())
+        yield loss.item()
         loss.backward()
         optimizer.step()
-    return found
 
 
 CHECKS: dict[str, tuple[Callable[[], Iterator[Result]], State]] = {

@@ -20,8 +20,16 @@ def update_problem(device: torch.device) -> str | None:
     weight, new_momentum = before.clone().to(device), momentum.clone().to(device)
     shard = Shard(0, ROWS * columns, columns, WIDTH)
     segment = Segment("self-test", shard, ROWS, columns, weight, new_momentum, basis.to(device))
-    settings = {"learning_rate": LR, "weight_decay": DECAY, "momentum": MU, "nesterov": False, "update_scale": TAU}
-    kernels.check(kernels.update([segment], [gradient.to(device)], **settings))
+    pending = kernels.update(
+        [segment],
+        [gradient.to(device)],
+        learning_rate=LR,
+        weight_decay=DECAY,
+        momentum=MU,
+        nesterov=False,
+        update_scale=TAU,
+    )
+    kernels.check(pending)
     wide = basis.double()
     moved = (MU * momentum.double() + (1 - MU) * gradient.double()).view(shape)
     if float((new_momentum.cpu().view(shape) - moved).abs().max()) > 8 * eps * float(moved.abs().max()):
