@@ -1,10 +1,10 @@
 """Runs the doctor's checks in the process of a test."""
 
-from megatron_dobb.doctor import checks
+from megatron_dobb import doctor
 
 
 def found(*names):
-    return [finding for name in names for finding in checks.run(name)]
+    return [finding for name in names for finding in doctor.findings_of(name)]
 
 
 def only(findings, state):

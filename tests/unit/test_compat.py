@@ -22,8 +22,7 @@ from megatron.training import arguments, training  # noqa: E402
 from packaging.requirements import Requirement  # noqa: E402
 from packaging.specifiers import SpecifierSet  # noqa: E402
 
-from megatron_dobb import DobbConfig  # noqa: E402
-from megatron_dobb.doctor import megatron as doctor  # noqa: E402
+from megatron_dobb import DobbConfig, doctor  # noqa: E402
 from megatron_dobb.errors import UnsupportedError  # noqa: E402
 from megatron_dobb.megatron.model.chunk_state import state_of, tag_of  # noqa: E402
 from megatron_dobb.megatron.seam import patches, versions  # noqa: E402

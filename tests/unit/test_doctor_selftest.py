@@ -5,9 +5,9 @@ import types
 import pytest
 from doctors_findings import found, only
 
-from megatron_dobb.doctor import selftest
-from megatron_dobb.doctor.findings import usable
-from megatron_dobb.methods.dobb import kernels
+from megatron_dobb.doctor import usable
+from megatron_dobb.methods.dobb import kernels, self_test
+from megatron_dobb.pytorch.dobb import Dobb
 
 
 def test_an_update_with_one_wrong_sign_fails_the_self_test(monkeypatch):
@@ -16,12 +16,12 @@ def test_an_update_with_one_wrong_sign_fails_the_self_test(monkeypatch):
     def wrong(segments, gradients, **settings):
         pending = real(segments, gradients, **settings)
         basis = segments[0].basis[0].float()
-        segments[0].weight[: selftest.WIDTH] += 2 * selftest.LR * selftest.TAU * basis[:, 5]
+        segments[0].weight[: self_test.WIDTH] += 2 * self_test.LR * self_test.TAU * basis[:, 5]
         return pending
 
-    assert found("kernels")[0].state == "ok"
+    assert found("self-test")[0].state == "ok"
     monkeypatch.setattr(kernels, "update", wrong)
-    findings = found("kernels")
+    findings = found("self-test")
     assert "a weight is off by" in findings[0].text
     assert not usable(findings)
 
@@ -29,7 +29,7 @@ def test_an_update_with_one_wrong_sign_fails_the_self_test(monkeypatch):
 def test_a_momentum_that_is_off_fails_the_self_test(monkeypatch):
     real = kernels.update
     monkeypatch.setattr(kernels, "update", lambda *given, **settings: real(*given, **(settings | {"momentum": 0.951})))
-    assert "its momentum is off by more than rounding" in only(found("kernels"), "failure").text
+    assert "its momentum is off by more than rounding" in only(found("self-test"), "failure").text
 
 
 @pytest.mark.parametrize("returned", ["moment", "basis"])
@@ -37,12 +37,12 @@ def test_a_refresh_that_orthonormalises_nothing_or_does_nothing_fails_the_self_t
     def wrong(moment, basis, **settings):
         return types.SimpleNamespace(basis={"moment": moment, "basis": basis}[returned])
 
-    assert found("refresh")[0].state == "ok"
+    assert found("self-test")[1].state == "ok"
     monkeypatch.setattr(kernels, "refresh_basis", wrong)
-    assert found("refresh")[0].state == "failure"
+    assert found("self-test")[1].state == "failure"
 
 
 def test_a_step_that_does_nothing_fails_the_self_test(monkeypatch):
-    assert found("step")[0].state == "ok"
-    monkeypatch.setattr(selftest.Dobb, "step", lambda self: None)
-    assert "does not lower a loss" in only(found("step"), "failure").text
+    assert found("self-test")[-1].state == "ok"
+    monkeypatch.setattr(Dobb, "step", lambda self: None)
+    assert "does not lower a loss" in only(found("self-test"), "failure").text

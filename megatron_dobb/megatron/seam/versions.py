@@ -27,17 +27,21 @@ def megatron_version() -> str:
     return str(version)
 
 
+def supports(version: str) -> bool:
+    """Whether a version of megatron-core is inside the supported range."""
+    try:
+        return Version(version) in SUPPORTED
+    except InvalidVersion:
+        return False
+
+
 def check_version(version: str) -> None:
     """Refuse a megatron-core outside the supported range.
 
     Raises:
         UnsupportedError: names the version found, the range, and the command that installs a supported one.
     """
-    try:
-        supported = Version(version) in SUPPORTED
-    except InvalidVersion:
-        supported = False
-    if not supported:
+    if not supports(version):
         raise UnsupportedError(
             f"megatron-core {version} is not supported: megatron_dobb needs {SUPPORTED}; "
             f"install one with: pip install 'megatron-core{RANGE}'"
