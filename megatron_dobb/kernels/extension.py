@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +13,7 @@ import torch
 from ..version import __version__
 from .source_digest import stamp
 
+_unchecked = threading.Lock()  # taken by the thread that first asks for CPU kernels, and never released
 _NOTE = Path(__file__).parents[1] / "_not_built.txt"
 HOW_TO_BUILD = (
     "with PyTorch and a C++ compiler installed, run pip install --no-build-isolation --no-deps -e . in a checkout "
@@ -44,10 +47,32 @@ def load() -> Loaded:
     return Loaded(module)
 
 
+def _check_cpu_kernels(module: ModuleType) -> None:
+    """Choose the CPU kernels, once per process, and warn of the variants that were rejected.
+
+    The extension compares the fastest variant that this processor supports with the plain one on a tiny block, and
+    goes on to the next one if the results differ.
+    """
+    if not _unchecked.acquire(blocking=False):
+        return
+    kernel = module.chosen_cpu_kernel()
+    if rejected := module.rejected_cpu_kernels():
+        warnings.warn(
+            f"megatron_dobb runs its {kernel} kernels on this CPU: on a test block, {', '.join(rejected)} gave other "
+            "results than plain C++. The processor, the virtual machine or the compiler is at fault. Results are "
+            "right, and slower; rebuild the extension with another compiler, and report the model of the CPU",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
 def runs_on(device_type: str) -> bool:
     """Whether the extension has kernels for a type of device, `cpu` or `cuda`."""
-    if load().module is None:
+    module = load().module
+    if module is None:
         return False
+    if device_type == "cpu":
+        _check_cpu_kernels(module)
     return torch._C._dispatch_has_kernel_for_dispatch_key("dobb::update", device_type.upper())
 
 
@@ -72,6 +97,9 @@ class BuildInfo:
         cpu_kernels: variants of the CPU kernels that this processor runs, the fastest first.
         cuda_architectures: that the CUDA kernels were built for, as in `TORCH_CUDA_ARCH_LIST`; empty without them.
         cpu: what `--dobb-backend auto` runs on a CPU: a variant, or `reference`.
+        cpu_checked: whether this process compared that variant with the plain one, and found the same results. False
+            for `plain` and `reference`, which are compared with nothing.
+        cpu_rejected: faster variants that gave other results on this processor, and are not run.
         cuda: what it runs on a GPU: `cuda` or `reference`.
     """
 
@@ -83,6 +111,8 @@ class BuildInfo:
     cpu_kernels: tuple[str, ...]
     cuda_architectures: str
     cpu: str
+    cpu_checked: bool
+    cpu_rejected: tuple[str, ...]
     cuda: str
 
 
@@ -90,6 +120,8 @@ def build_info() -> BuildInfo:
     """What was built, and which path `--dobb-backend auto` runs."""
     loaded = load()
     module = loaded.module
+    if module is not None:
+        _check_cpu_kernels(module)
     return BuildInfo(
         version=__version__,
         torch=torch.__version__,
@@ -99,5 +131,7 @@ def build_info() -> BuildInfo:
         cpu_kernels=tuple(module.supported_cpu_kernels()) if module else (),
         cuda_architectures=module.cuda_architectures if module else "",
         cpu=module.chosen_cpu_kernel() if module else "reference",
+        cpu_checked=module.chosen_cpu_kernel_was_checked() if module else False,
+        cpu_rejected=tuple(module.rejected_cpu_kernels()) if module else (),
         cuda="cuda" if runs_on("cuda") else "reference",
     )

@@ -324,6 +324,8 @@ def test_build_info_says_what_runs():
     assert found.strip() == str(info)
     assert info.extension == (C is not None)
     assert info.cpu == (KERNELS[0] if KERNELS else "reference")
+    assert info.cpu_checked == (info.cpu not in ("plain", "reference"))
+    assert info.cpu_rejected == ()
     assert bool(info.reason) != info.extension
 
 

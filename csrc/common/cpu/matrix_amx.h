@@ -1,5 +1,5 @@
-// The leaf functions of matrix_block.h in AMX tile registers; matrix_plain.h does the same in plain C++ for the tests.
-// Included under the matching target pragma only.
+// The leaf functions of matrix_block.h in AMX tile registers; matrix_plain.h does the same in plain C++ for tests on
+// other processors. Included under the matching target pragma only.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,6 @@
 // The leaf functions of matrix_block.h with the dot product of AVX512-BF16: sixteen rows of sums in registers;
-// matrix_plain.h does the same in plain C++ for the tests. Included under the matching target pragma only.
+// matrix_plain.h does the same in plain C++ for tests on other processors. Included under the matching target pragma
+// only.
 #pragma once
 
 #include <immintrin.h>

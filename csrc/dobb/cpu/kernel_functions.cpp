@@ -9,6 +9,8 @@ namespace dobb::cpu {
 static const ModuleFunctions kKernelFunctions([](pybind11::module_& module) {
     module.def("supported_cpu_kernels", &supported_kernels);
     module.def("chosen_cpu_kernel", [] { return kernel_in_use().name; });
+    module.def("chosen_cpu_kernel_was_checked", &kernel_in_use_was_checked);
+    module.def("rejected_cpu_kernels", &rejected_kernels);
     module.def("choose_cpu_kernel", &choose_kernel);
 });
 
