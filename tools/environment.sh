@@ -93,7 +93,7 @@ without_cuda_unless_a_gpu_is_there() {
 # prepare_environment PYTHON EXTRA: makes .venv unless it is there and installs this clone with the extra.
 prepare_environment() {
     local python=$1 extra=$2
-    local wanted stamp="$VENV/installed-$extra" log="$VENV/install-errors.log"
+    local wanted stamp="$VENV/installed-$extra" log="$VENV/install-errors.log" name
     wanted=$(installed_state)
     if [ -x "$VENV_PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return 0
@@ -117,6 +117,12 @@ prepare_environment() {
     # PyTorch first: the extension is compiled against it, and only where it is already there.
     local requirement requirements=()
     while IFS= read -r requirement; do requirements+=("$requirement"); done < <(runtime_requirements)
+    name=$(sed -n 's/^name = "\(.*\)"$/\1/p' "$ROOT/pyproject.toml")
+    # Where another extra has installed this very state, the extension is compiled: what is missing is the extra's.
+    if grep -qsxF "$wanted" "$VENV"/installed-* && pip_install "$log" "$name[$extra]"; then
+        echo "$wanted" >"$stamp"
+        return 0
+    fi
     if ! pip_install "$log" "${requirements[@]}" || ! pip_install "$log" --editable "$ROOT[$extra]"; then
         explain_pip_failure "$log"
         return 1
