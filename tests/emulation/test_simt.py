@@ -8,6 +8,8 @@ import torch
 from emulation import emulated
 from emulation.emulated import BACKWARD, FORWARD, EmulationError, Harness, Misaligned
 
+pytestmark = pytest.mark.full
+
 FLOATS = 64
 BLOCK = r"of block 0 of the kernel launched at defects\.cpp:\d+"
 
