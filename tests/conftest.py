@@ -1,6 +1,12 @@
-"""How tests are shared out where pytest-xdist runs them in several workers."""
+"""How tests are shared out where pytest-xdist runs them in several workers, and how random their cases are."""
 
 import pytest
+from hypothesis import settings
+
+# The same cases in every run, so that none fails by chance; `--hypothesis-profile nightly` draws others.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("nightly", derandomize=False, max_examples=1000, deadline=None)
+settings.load_profile("fixed")
 
 
 @pytest.hookimpl(optionalhook=True)

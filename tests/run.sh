@@ -44,12 +44,12 @@ if [ $# -gt 0 ]; then
     exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"
 fi
 
-# Files of tests run side by side (tests/conftest.py). Those of several ranks use the cores
-# themselves: on a few cores, one at a time.
+# Files of tests run side by side (tests/conftest.py). The ranks of a test use several cores at some times and one at
+# others, and sleep while they wait: two such files fill two cores, and more need more.
 cores=$(env -u OMP_NUM_THREADS nproc) # which takes that variable for the number of cores
+at_most_8() { echo "$(($1 < 8 ? $1 : 8))"; }
 status=0
-"$VENV_PYTHON" -m pytest -m "$selection" -n "$((cores < 8 ? cores : 8))" tests/emulation tests/unit ||
-    status=$?
-"$VENV_PYTHON" -m pytest -m "$selection" -n "$((cores < 32 ? cores / 4 : 8))" --durations=15 \
-    tests/distributed tests/functional || status=$?
+"$VENV_PYTHON" -m pytest -m "$selection" -n "$(at_most_8 "$cores")" tests/emulation tests/unit || status=$?
+"$VENV_PYTHON" -m pytest -m "$selection" -n "$(at_most_8 $((cores < 2 ? 1 : cores < 8 ? 2 : cores / 4)))" \
+    --durations=15 tests/distributed tests/functional || status=$?
 exit $status

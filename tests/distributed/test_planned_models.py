@@ -48,6 +48,7 @@ def with_transformer_engine(tmp_path_factory):
     return pickle.loads(results.read_bytes())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", planned_models.cases(transformer_engine=True))
 def test_parameters_are_those_of_transformer_engines_layers(case, with_transformer_engine):
     _, parallel = planned_models.cases(transformer_engine=True)[case]

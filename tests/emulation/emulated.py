@@ -4,12 +4,16 @@ An operation is a C++ function of named buffers and numbers (`harness.h`) and a 
 add one, write both; the build takes every .cpp file of this folder and every .cu file of csrc.
 """
 
+import contextlib
+import hashlib
 import os
+import platform
 import re
 import shutil
 import signal
 import struct
 import subprocess
+import tempfile
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,9 +26,12 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+BUILT = ROOT / "build" / "emulation"
+"""Compiled programs, one folder for each state of what they are made of; git ignores it."""
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer"]
 INCLUDE = ["-I", str(HERE / "include"), "-I", str(HERE / "runtime"), "-I", str(ROOT / "csrc")]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SOURCES = (".cpp", ".cu", ".cuh", ".h")
 REPORTS_ACCESSES = ["-fsanitize=thread"]  # to runtime/races.cpp: the sanitizer's own library is not linked
 SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 
@@ -85,8 +92,46 @@ class Programs:
     watched: Path | None
 
 
+def built(place: Path = BUILT) -> Programs:
+    """Compile the harness, unless an earlier run has compiled just this.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    folder = place / _digest()
+    if not folder.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        earlier = [other for other in place.iterdir() if "." not in other.name]
+        with tempfile.TemporaryDirectory(prefix="new.", dir=place) as under_way:
+            programs = build(Path(under_way))
+            finished = Path(under_way) / folder.name
+            finished.mkdir()
+            for program in filter(None, (programs.checked, programs.watched)):
+                program.rename(finished / program.name)
+            (finished / "sanitized").write_text(str(programs.sanitized))
+            # Under its name there is never half a build; of two at the same time the first stays.
+            with contextlib.suppress(OSError):
+                finished.rename(folder)
+        for other in earlier:
+            shutil.rmtree(other, ignore_errors=True)
+    watched = folder / "watched"
+    sanitized = (folder / "sanitized").read_text() == str(True)
+    return Programs(folder / "checked", sanitized, watched if watched.exists() else None)
+
+
+def _digest() -> str:
+    """A name for the state of the sources, the flags, the compiler and the machine."""
+    compiler = (find_compiler() or "").split()
+    digest = hashlib.sha256(subprocess.run([*compiler, "-v"], capture_output=True, check=False).stderr)
+    digest.update(f"{compiler} {FLAGS} {platform.machine()}".encode())
+    sources = [file for folder in (HERE, ROOT / "csrc" / "cuda") for file in folder.rglob("*") if file.is_file()]
+    for file in sorted(file for file in sources if file == Path(__file__) or file.suffix in SOURCES):
+        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def build(folder: Path) -> Programs:
-    """Compile the harness.
+    """Compile the harness into a folder.
 
     Raises:
         RuntimeError: with the compiler's messages.

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from emulation.emulated import Device
 from emulation.operations import gram_
 
+pytestmark = pytest.mark.full
+
 WIDTHS = [1, 2, 7, 8, 16, 24, 31, 63, 64, 65, 72, 100, 128, 136]
 DTYPES = [torch.bfloat16, torch.float16]
 

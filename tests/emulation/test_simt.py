@@ -5,7 +5,10 @@ import re
 import pytest
 import torch
 
+from emulation import emulated
 from emulation.emulated import BACKWARD, FORWARD, EmulationError, Harness, Misaligned
+
+pytestmark = pytest.mark.full
 
 FLOATS = 64
 BLOCK = r"of block 0 of the kernel launched at defects\.cpp:\d+"
@@ -207,3 +210,21 @@ def test_packing_rounds_as_pytorch_does(harness, dtype):
     integers = {"count": len(values), "is_bf16": dtype is torch.bfloat16}
     harness.run("rounds", {"to": to, "from": values}, integers, changed=["to"], schedules=[FORWARD])
     assert torch.equal(to, torch.stack([values, -values], dim=1).to(dtype).view(torch.int16))
+
+
+def test_the_harness_is_compiled_anew_only_when_what_it_is_made_of_changes(monkeypatch, tmp_path):
+    compilations = []
+
+    def compile_into(folder):
+        compilations.append(folder)
+        (folder / "checked").write_text(str(len(compilations)))
+        return emulated.Programs(folder / "checked", sanitized=True, watched=None)
+
+    monkeypatch.setattr(emulated, "build", compile_into)
+    first = emulated.built(tmp_path)
+    assert (first.checked.read_text(), first.sanitized, first.watched) == ("1", True, None)
+    assert emulated.built(tmp_path) == first
+    monkeypatch.setattr(emulated, "FLAGS", [*emulated.FLAGS, "-O2"])
+    assert emulated.built(tmp_path).checked.read_text() == "2"
+    assert len(compilations) == 2
+    assert not first.checked.exists(), "one build is kept"

@@ -25,6 +25,8 @@ from emulation.emulated import BACKWARD, FORWARD, Device, Schedule
 from emulation.update_operation import update
 from megatron_dobb.sharding.segment import Shard
 
+pytestmark = pytest.mark.full
+
 EXACT = 2.0**-15  # relative error of a product of two bf16 terms each, beyond that of fp32
 ROUNDED = 2.0**-7  # of one term each
 KERNELS = ["one_pass", "wide"]

@@ -157,6 +157,7 @@ def doctor(python, folder):
     return findings
 
 
+@pytest.mark.full
 def test_a_wheel_without_the_extension_is_for_every_platform_and_works(pure_wheel, tmp_path):
     names, tags = check_metadata(pure_wheel)
     assert tags == ["py3-none-any"]
@@ -185,6 +186,7 @@ print(megatron_dobb.__file__, torch.equal(before, layer.weight), megatron_dobb.b
     assert "MEGATRON_DOBB_NO_EXTENSION=1 was set" in reason
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BUILT is None, reason="the extension is not built here, so no wheel can hold it")
 def test_a_wheel_with_the_extension_is_for_this_platform_and_passes_the_doctor(unpacked, tmp_path):
     compiler = a_compiler_that_copies(tmp_path, BUILT)
@@ -205,6 +207,7 @@ def test_a_wheel_with_the_extension_is_for_this_platform_and_passes_the_doctor(u
         assert {finding["state"] for finding in findings[check]} <= {"ok", "note"}, texts[check]
 
 
+@pytest.mark.full
 def test_an_sdist_builds_a_wheel_where_there_is_no_compiler(unpacked):
     wheel = build("wheel", unpacked, CXX="/nowhere/g++")
     with zipfile.ZipFile(wheel) as archive:
@@ -212,6 +215,7 @@ def test_an_sdist_builds_a_wheel_where_there_is_no_compiler(unpacked):
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
+@pytest.mark.full
 def test_an_unpacked_wheel_autoloads_when_asked_and_only_then(pure_wheel, tmp_path):
     with zipfile.ZipFile(pure_wheel) as wheel:
         wheel.extractall(tmp_path)

@@ -261,6 +261,7 @@ def test_patterns_of_layers_are_read_as_megatron_reads_them():
     assert pattern_of_layers("[1,0]*2 + [1]") == (1, 0, 1, 0, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "seconds"),
     [

@@ -47,6 +47,7 @@ class Links(HTMLParser):
             self.targets.add((target / "index.html" if target.is_dir() else target, fragment))
 
 
+@pytest.mark.full
 def test_no_link_of_the_site_leads_nowhere(site):
     pages = {page.resolve(): Links(page) for page in site.rglob("*.html")}
     assert len(pages) > 20
@@ -56,6 +57,7 @@ def test_no_link_of_the_site_leads_nowhere(site):
             assert not fragment or target not in pages or fragment in pages[target].ids, f"{page}: {target}#{fragment}"
 
 
+@pytest.mark.full
 def test_a_link_to_a_heading_that_is_not_there_stops_the_build(tmp_path):
     shutil.copy(DOCS / "conf.py", tmp_path)
     conf = (tmp_path / "conf.py").read_text().replace("Path(__file__).resolve().parent.parent", f"Path({str(ROOT)!r})")
@@ -68,6 +70,7 @@ def test_a_link_to_a_heading_that_is_not_there_stops_the_build(tmp_path):
     assert "not-there" in broken.stderr
 
 
+@pytest.mark.full
 def test_the_faq_is_answered_within_two_clicks_of_the_first_page(site):
     rows = [line for line in (DOCS / "questions.md").read_text().splitlines() if re.match(r"\| .*\?.* \|", line)]
     assert len(rows) == 10

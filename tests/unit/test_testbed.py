@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import testbed
+from testbed import tiers
 from testbed.adam import FusedAdam
 from testbed.device import names_cuda
 
@@ -93,3 +94,25 @@ def test_fused_adam_computes_what_torchs_adam_computes(decoupled, torch_adam):
             optimizer.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert optimizers[0].param_groups[0]["step"] == 20
+
+
+# The quick tier.
+
+
+def test_pairwise_shows_every_pair_of_values_that_some_case_has():
+    cases = [(a, b, c) for a in range(3) for b in range(2) for c in range(3) if a != c]
+    chosen = tiers.pairwise(cases, lambda case: case)
+    assert len(chosen) < len(cases)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert {(case[one], case[other]) for case in chosen} == {(case[one], case[other]) for case in cases}
+
+
+def test_what_is_not_chosen_is_marked_and_what_is_no_case_cannot_be_chosen():
+    first, second, third = tiers.quick(["a", "b", ("c", 1)], ["a"])
+    assert first == "a"
+    assert [(case.values, [mark.name for mark in case.marks]) for case in (second, third)] == [
+        (("b",), ["full"]),
+        (("c", 1), ["full"]),
+    ]
+    with pytest.raises(ValueError, match="'d' is chosen"):
+        tiers.quick(["a", "b"], ["d"])
