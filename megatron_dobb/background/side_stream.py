@@ -46,7 +46,7 @@ class Task[T]:
             torch.cuda.current_stream().wait_event(self.ended)
 
     def result(self) -> T:
-        """What the call returned, after `wait`.
+        """Result of the call, after `wait`.
 
         Raises:
             BaseException: what the call raised.

@@ -86,7 +86,7 @@ def why_not(device_type: str) -> str:
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """What was built and what runs.
+    """Facts on the build of the extension and on what runs.
 
     Attributes:
         version: of megatron_dobb.
@@ -117,7 +117,7 @@ class BuildInfo:
 
 
 def build_info() -> BuildInfo:
-    """What was built, and which path `--dobb-backend auto` runs."""
+    """Report what was built, and which path `--dobb-backend auto` runs."""
     loaded = load()
     module = loaded.module
     if module is not None:

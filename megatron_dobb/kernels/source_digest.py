@@ -1,4 +1,4 @@
-"""Which sources an extension was built from. The build uses this too, so it imports nothing of the package."""
+"""Identify the sources of an extension. The build uses this too, so it imports nothing of the package."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which compilers this machine has. The build uses this too, so it imports nothing of the package."""
+"""Find the compilers of this machine. The build uses this too, so it imports nothing of the package."""
 
 import os
 import shutil

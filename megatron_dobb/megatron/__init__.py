@@ -1,4 +1,7 @@
-"""Dobb inside Megatron-Core. Nothing outside this folder imports `megatron`."""
+"""Run the methods inside Megatron-Core. Nothing outside this folder imports `megatron`.
+
+`seam` attaches to Megatron, `options` and `model` read it, `shard_optimizer` is the base of every method's optimizer.
+"""
 
 from .seam.patches import configure, install
 

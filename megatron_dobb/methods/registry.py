@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """Where the parts of one method are, each as `module:name` below this package.
+    """The parts of one method, each as `module:name`.
 
     Attributes:
         name: the value of `--optimizer`; also the prefix of its flags, its key in checkpoints, and the value of
@@ -45,7 +45,7 @@ _METHODS = {
     "dobb": Method(
         "dobb",
         settings="megatron_dobb.methods.dobb.settings:DobbConfig",
-        select_weights="megatron_dobb.megatron.model.select_weights:manage",
+        select_weights="megatron_dobb.megatron.dobb.select_weights:select_weights",
         optimizer="megatron_dobb.megatron.dobb.optimizer:DobbDistributedOptimizer",
         refusals="megatron_dobb.megatron.dobb.unsupported:REFUSALS",
         startup_report="megatron_dobb.megatron.dobb.startup_report:log_start",

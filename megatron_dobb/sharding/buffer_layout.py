@@ -1,4 +1,4 @@
-"""Where each parameter lies in a param/grad buffer, so that no shard boundary cuts a block.
+"""Lay parameters out in a param/grad buffer so that no shard boundary cuts a block.
 
 Megatron's distributed optimizer cuts every bucket of a buffer into as many equal flat shards as there are
 ranks. A rank can project its part of a weight alone exactly when every cut inside that weight lies a multiple
@@ -65,7 +65,7 @@ def check_row_blocks(aligned: "BufferLayout", stock_numel: int) -> None:
 
 
 def bucket_divisor(shards: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """What Megatron pads bucket ends to (`bucket_end_divisor`): lcm(shards, 128[, 2^16])."""
+    """Compute the divisor of Megatron's bucket ends (`bucket_end_divisor`): lcm(shards, 128[, 2^16])."""
     return math.lcm(shards, 128, 2**16 if pad_for_high_nccl_busbw else 1)
 
 
@@ -123,7 +123,7 @@ class Item:
 
     @property
     def start_multiple(self) -> int:
-        """What this item's start, counted from its bucket's, is a multiple of."""
+        """Divisor of this item's start, counted from its bucket's."""
         return math.lcm(START_MULTIPLE, self.width or 1)
 
 
@@ -197,7 +197,7 @@ class BufferLayout:
         return Shard(*held, item.columns, item.width).held_blocks() if held and item.width else ()
 
     def cuts(self, index: int) -> tuple[int, ...]:
-        """Where shard boundaries cut item `index`, counted from the item's start."""
+        """Places at which shard boundaries cut item `index`, counted from the item's start."""
         start, _, shard = self._span(index)
         return tuple(rank * shard - start for rank in self.holders(index)[1:])
 

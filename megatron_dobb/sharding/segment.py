@@ -129,7 +129,7 @@ class Segment:
         return flat.view(self.shard.columns, -1).t().clone(memory_format=torch.contiguous_format).view(-1)
 
     def turn_back(self, flat: Tensor) -> Tensor:
-        """What `turn` was given, from what it returned."""
+        """Undo `turn`."""
         return flat.view(-1, self.shard.columns).t().reshape(-1) if self.output_side else flat
 
     def take_back(self, turned: "Segment") -> None:

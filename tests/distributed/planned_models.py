@@ -91,8 +91,8 @@ def compare(sizes: ModelSizes, parallel: Parallel) -> list[tuple[list[Any], list
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     from megatron_dobb.megatron.dobb.select_weights import select_weights
+    from megatron_dobb.megatron.dobb.weight_sharding import column_set, moment_set
     from megatron_dobb.megatron.model.global_names import weight_names
-    from megatron_dobb.megatron.model.weight_sharding import column_set, moment_set
     from megatron_dobb.methods.dobb.settings import DobbConfig
     from testbed import gpt
     from testbed.attention import PlainAttention

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dobb.megatron.model.adapters import GlobalShape
-from megatron_dobb.megatron.model.weight_sharding import (
+from megatron_dobb.megatron.dobb.weight_sharding import (
     BlockedWeight,
     check_outputs_seen,
     choose_width,
     fewer_features_than_blocks,
 )
+from megatron_dobb.megatron.model.adapters import GlobalShape
 from megatron_dobb.methods.dobb.settings import DobbConfig
 from megatron_dobb.sharding import buffer_layout
 

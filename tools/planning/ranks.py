@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_dobb.megatron.model.weight_sharding import MomentSet, check_split_expert, column_set, moment_set
+from megatron_dobb.megatron.dobb.weight_sharding import MomentSet, check_split_expert, column_set, moment_set
 from megatron_dobb.methods.dobb.block_ownership import BlockOwnership, work
 from megatron_dobb.methods.dobb.footprint import SUM_BYTES, RankCosts, WidthCosts, momentum_costs, refresh_costs
 from megatron_dobb.methods.dobb.settings import DTYPES, DobbConfig

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ...methods.dobb.settings import DobbConfig
 from ..model.chunk_state import Selection
-from ..model.weight_sharding import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
 from .select_weights import DobbWeight
+from .weight_sharding import ColumnSet, MomentSet, check_split_expert, column_set, moment_set
 
 Ranks = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...methods.dobb.settings import DobbConfig
 from ..checkpoint.metadata import RunMetadata
-from ..model.weight_sharding import fewer_features_than_blocks
+from .weight_sharding import fewer_features_than_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from ...methods.dobb.settings import DobbConfig
 from ..model.adapters import SEQUENCE_DIM, Adapter, GlobalShape
 from ..model.chunk_state import ManagedWeight, Matrix, Selection, WeightTag
 from ..model.select_weights import choose, embedding_or_output
-from ..model.weight_sharding import BlockedWeight, check_outputs_seen, choose_width, fewer_features_than_blocks
+from .weight_sharding import BlockedWeight, check_outputs_seen, choose_width, fewer_features_than_blocks
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def has_one_launch_queue() -> bool:
 
 
 def launcher_of(groups: Iterable[RefreshGroup], one_launch_queue: bool) -> Launcher:
-    """Whose thread is to make the collectives of some groups.
+    """Choose the thread that makes the collectives of some groups.
 
     Args:
         groups: of one rank.

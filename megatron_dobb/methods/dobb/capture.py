@@ -16,7 +16,7 @@ _NOT_TRACED = "Dobb takes its second moments here on refresh steps: use torch.co
 
 @dataclass(frozen=True)
 class Source:
-    """Where the input activations of one managed weight, or the gradients of its outputs, can be seen.
+    """A layer at which the input activations of one managed weight, or the gradients of its outputs, can be seen.
 
     Attributes:
         key: the weight's name.

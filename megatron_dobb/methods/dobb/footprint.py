@@ -63,23 +63,23 @@ class RankCosts:
 
     @property
     def state(self) -> int:
-        """What stays between steps."""
+        """Bytes that stay between steps."""
         return self.momentum + self.moments + self.bases
 
     @property
     def refresh(self) -> int:
-        """What the rank hands to collectives on a refresh step."""
+        """Bytes that the rank hands to collectives on a refresh step."""
         return self.reduced + self.to_owners + self.to_holders + self.counts
 
 
 def momentum_costs(elements: int) -> RankCosts:
-    """Of a rank whose shards hold so many elements of managed weights."""
+    """Bytes of the momentum of a rank whose shards hold this many elements of managed weights."""
     return RankCosts(momentum=MOMENTUM_BYTES * elements)
 
 
 @dataclass
 class WidthCosts:
-    """Of all weights of one width in one group, counted in blocks for every rank.
+    """Bytes for all weights of one width in one group, counted in blocks for every rank.
 
     Attributes:
         width: of the blocks.
@@ -176,7 +176,7 @@ class Transient:
 
     @classmethod
     def of(cls, costs: WidthCosts, rank: int) -> "Transient":
-        """Those of a rank of a group."""
+        """The transient bytes of one rank of a group."""
         of_rank, alone = costs.of(rank), costs.ranks == 1
         whole = SUM_BYTES * (costs.triangles + costs.weights * costs.count_terms) if alone else of_rank.reduced
         # Four index tensors at first; then three, and the triangles of a weight.

@@ -186,7 +186,7 @@ def gram_(total: Tensor, activations: Tensor, width: int, backend: Backend = "au
 def gradient_gram(
     segment: Segment, gradient: Tensor, blocks: int, held: Sequence[int], backend: Backend = "auto"
 ) -> Tensor:
-    """What a shard adds to `G_j^T G_j` of every block of its weight, or to `G_j G_j^T` on the output side (Table 13).
+    """Compute a shard's part of `G_j^T G_j` of every block, or of `G_j G_j^T` on the output side (Table 13).
 
     Args:
         segment: the piece of the weight.

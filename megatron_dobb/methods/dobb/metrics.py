@@ -1,4 +1,4 @@
-"""What can be read off a weight's update, second moments and bases: `docs/diagnostics.md` says what each figure means.
+"""Metrics of a weight's update, second moments and bases; `docs/diagnostics.md` says what each one means.
 
 Pure functions of tensors, in float64. A weight's shards and blocks lie on many ranks, so every figure is made of
 `Sums` that can be added in any order; those of the whole weight give its `metrics`. Parts that several ranks hold
@@ -81,7 +81,7 @@ def effective_rank(values: Tensor) -> float:
 
 @dataclass
 class Sums:
-    """What parts of a weight add to its metrics.
+    """Sums over parts of a weight from which its metrics follow.
 
     Attributes:
         step_squares, step_entries: squares of the entries of `s O`, and their number.
@@ -113,7 +113,7 @@ class Sums:
 
 
 def sums_of_step(segment: Segment, update: Tensor, update_scale: float) -> Sums:
-    """Of a segment's `update_direction`, `[shard.numel]`, with `tau` as `update_scale`."""
+    """Sums of a segment's `update_direction`, `[shard.numel]`, with `tau` as `update_scale`."""
     scale = step_scale(segment.column_length, max(segment.rows, segment.columns), update_scale)
     return Sums(
         step_squares=(scale * float(torch.linalg.vector_norm(update, dtype=torch.float64))) ** 2,
@@ -122,18 +122,18 @@ def sums_of_step(segment: Segment, update: Tensor, update_scale: float) -> Sums:
 
 
 def sums_of_spectrum(update: Tensor) -> Sums:
-    """Of the direction of a whole update `[m, n]`."""
+    """Sums of the direction of a whole update `[m, n]`."""
     values = singular_values(update)
     return Sums(orthogonality=orthogonality(values), update_rank=effective_rank(values) / len(values))
 
 
 def eigenvalues(moment: Tensor) -> Tensor:
-    """Those of second moments `A [k, b, b]`, ascending for each: `[k, b]`, none of them negative."""
+    """Eigenvalues of second moments `A [k, b, b]`, ascending for each: `[k, b]`, none of them negative."""
     return torch.linalg.eigvalsh(moment.double()).clamp(min=0)
 
 
 def sums_of_moment(moment: Tensor, basis: Tensor, values: Tensor | None = None) -> Sums:
-    """Of second moments `A [k, b, b]` and bases `Q [k, b, b]` of some blocks, and their `eigenvalues` if known."""
+    """Sums of second moments `A [k, b, b]` and bases `Q [k, b, b]` of some blocks, with `eigenvalues` if known."""
     moment, basis = moment.double(), basis.double()
     rotated = basis.mT @ moment @ basis
     rotated.diagonal(dim1=-2, dim2=-1).zero_()
@@ -150,7 +150,7 @@ def sums_of_moment(moment: Tensor, basis: Tensor, values: Tensor | None = None) 
 
 
 def sums_of_rotation(before: Tensor, after: Tensor) -> Sums:
-    """Of bases `[k, b, b]` before and after a refresh: the angle between each column and its successor, up to sign.
+    """Sums of the angles between each column of bases `[k, b, b]` and its successor after a refresh, up to sign.
 
     Columns count alike, however small their eigenvalue, because the sign of every coefficient moves the weight by the
     same amount. An angle stays a good measure where the turn is small; `1 - |cos|` would be its square.
@@ -217,5 +217,5 @@ def merge(parts: Iterable[Mapping[str, Sums]]) -> dict[str, Sums]:
 
 
 def in_turn(names: Sequence[str], number: int, at_once: int = SPECTRA_AT_ONCE) -> list[str]:
-    """Which of `names` to look at in log `number`, so that every one has its turn."""
+    """Choose some of `names` for log `number`, so that every one has its turn."""
     return [names[(number * at_once + i) % len(names)] for i in range(min(at_once, len(names)))]

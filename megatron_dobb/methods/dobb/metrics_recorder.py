@@ -20,7 +20,7 @@ Sink = Callable[[int, dict[str, float]], object]
 
 
 class Observer:
-    """What this process knows of the weights at the coming log. It changes nothing, and holds tensors only in a call.
+    """Collect this process's part of the coming log. It changes nothing, and holds tensors only in a call.
 
     Args:
         config: the settings; with `log_diagnostics_interval` 0 there is no log.
@@ -38,7 +38,7 @@ class Observer:
         return self.interval > 0 and step % self.interval == 0
 
     def spectra(self, names: Iterable[str], step: int) -> list[str]:
-        """Of which weights to compute the singular values at a logged step, in the order of their names."""
+        """Choose the weights whose singular values a logged step computes, in the order of their names."""
         chosen = sorted(name for name in names if self.config.diagnosed(name))
         if self.config.log_diagnostics_weights:
             return chosen

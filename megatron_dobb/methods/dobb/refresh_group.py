@@ -257,7 +257,7 @@ class RefreshGroup:
         return self.read_counts(self.send_to_holders(counts).tolist())
 
     def read_counts(self, everyone: Sequence[Sequence[int]]) -> RefreshCounts:
-        """What the counts of all ranks, from `send_to_holders`, come to.
+        """Add up the counts of all ranks, from `send_to_holders`.
 
         Raises:
             CaptureError: see `exchange`.

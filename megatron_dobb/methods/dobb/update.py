@@ -102,7 +102,7 @@ def update(
 
 
 def column_squares(segment: Segment, gradient: Tensor, *, momentum: float, nesterov: bool) -> Tensor:
-    """What this shard adds to the squared norm of every column of the coefficients of the coming step (Dobb-l2).
+    """Sum this shard's squares in every column of the coefficients of the coming step (Dobb-l2).
 
     Nothing is changed. The sum over all shards of a weight gives `column_scales` their whole norms.
 

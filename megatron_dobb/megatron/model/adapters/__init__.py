@@ -1,4 +1,7 @@
-"""Adapters: for each kind of Megatron layer, its weights, their inputs and their cuts over tensor parallelism."""
+"""Adapters: for each kind of Megatron layer, its weights, their inputs and their cuts over tensor parallelism.
+
+`REGISTRY` lists them, most specific first; `register` adds one of another package.
+"""
 
 from torch import nn
 

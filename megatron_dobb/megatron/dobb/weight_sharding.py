@@ -11,7 +11,7 @@ from ...errors import UnsupportedError
 from ...methods.dobb.blocks import block_width
 from ...methods.dobb.settings import Asked, DobbConfig
 from ...sharding.segment import Shard
-from .adapters import GlobalShape
+from ..model.adapters import GlobalShape
 
 MomentSet = Literal["tokens", "tokens over tensor", "expert tokens"]
 """The ranks over which moments are summed: those with other sequences (data and context parallelism); those of all
