@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.methods.dobb.schedule import is_due
-from megatron_dobb.simple import SimpleDobb
+from megatron_dobb.methods.dobb.simple import SimpleDobb
 from testbed import processes
 
 STEPS, BLOCKS, CAPTURED = 20, 4, 19

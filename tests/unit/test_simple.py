@@ -11,7 +11,7 @@ from small_mlp import BLOCKS, LAYERS, backward, batch, mlp, tensors
 
 import megatron_dobb
 from megatron_dobb import Dobb
-from megatron_dobb.simple import SimpleDobb, project, reconstruct
+from megatron_dobb.methods.dobb.simple import SimpleDobb, project, reconstruct
 
 PACKAGE = Path(megatron_dobb.__file__).parent
 LR, STEPS = 0.01, 22
