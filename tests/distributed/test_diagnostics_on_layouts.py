@@ -31,7 +31,7 @@ CASES = {
     "experts, one process": (ONE_WITH_EXPERTS, SIGN),
     "experts apart": (Layout(2, micro_batch=6, experts=True, expert=2), SIGN),
 }
-QUICK = ["one process", "DP 2 x TP 2 + SP", "PP 2", "l2 of the outputs, one process"]
+QUICK = ["one process", "DP 2 x TP 2 + SP", "PP 2", "l2 of the outputs, one process", "experts apart"]
 every_case = pytest.mark.parametrize("case", tiers.quick(CASES, QUICK))
 
 
@@ -188,7 +188,6 @@ def test_only_logged_steps_communicate_more_and_all_ranks_alike(case):
             assert ("reduce" in names) == (layout.data > layout.instances or layout.expert > 1)
 
 
-@tiers.FULL
 def test_the_experts_of_all_ranks_are_in_the_log():
     names = {name for name in log_of("experts apart") if name.startswith("dobb/orthogonality/")}
     assert len({name for name in names if ".local_experts." in name}) == 2 * 2 * EXPERTS
