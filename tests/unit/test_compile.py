@@ -138,7 +138,7 @@ def test_a_full_graph_is_fine_where_no_step_refreshes():
     optimizer = dobb(called)
     optimizer.attempted_steps = 1
     optimizer.zero_grad()
-    optimizer._begin()
+    optimizer._begin_step()
     train(called, optimizer, range(1))
 
 

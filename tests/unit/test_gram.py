@@ -91,7 +91,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dobb import extension, ops
+from megatron_dobb.kernels import extension
+from megatron_dobb.methods.dobb import kernels
 
 
 class Names(TorchDispatchMode):
@@ -107,7 +108,7 @@ for built in (False, True):
         names = set()
         with FakeTensorMode(), Names():
             x = torch.empty(5, 6, dtype=dtype, device="cuda")
-            ops.gram_(torch.empty(2, 3, 3, device="cuda"), x, 3)
+            kernels.gram_(torch.empty(2, 3, 3, device="cuda"), x, 3)
         print(built, dtype, "dobb.gram_.default" in names, "aten.bmm.default" in names)
 """
 

@@ -26,7 +26,7 @@ SOURCES = [
     Path(__file__).with_name("spoiled_kernels.cpp"),
 ]
 needs_a_faster_kernel = pytest.mark.skipif(len(KERNELS) < 2, reason="this processor runs plain C++ alone")
-pytestmark = needs_extension
+pytestmark = [needs_extension, pytest.mark.full]
 
 ASK = """
 import importlib.util, json, sys, threading, warnings
@@ -36,7 +36,7 @@ sys.modules["megatron_dobb._C"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 library = torch.library.Library("dobb", "FRAGMENT")
 library.define("update(Tensor weights) -> Tensor")  # build_info() asks where it runs
-from megatron_dobb import extension
+from megatron_dobb.kernels import extension
 chosen, ready = [], threading.Barrier(4)
 def ask():
     ready.wait()

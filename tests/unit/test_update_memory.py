@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_dobb import ops
-from megatron_dobb.methods.dobb.blocks import Shard
-from megatron_dobb.methods.dobb.update import Segment
+from megatron_dobb.methods.dobb import kernels
+from megatron_dobb.sharding.segment import Segment, Shard
 
 width, elements = int(sys.argv[1]), 24 * 2**20
 torch.set_num_threads(2)
@@ -33,7 +32,7 @@ status = Path("/proc/self/status")
 value = lambda key: int(status.read_text().split(key + ":")[1].split()[0]) * 1024
 Path("/proc/self/clear_refs").write_text("5")
 before = value("VmRSS")
-ops.update([segment], [tensors[2]], **settings, backend="extension")
+kernels.update([segment], [tensors[2]], **settings, backend="extension")
 print(value("VmHWM") - before)
 """
 

@@ -115,9 +115,9 @@ def test_the_thread_ends_with_its_worker():
 
 ENDS = """
 import sys, threading, time, torch
-from megatron_dobb import worker
+from megatron_dobb.background import side_stream
 
-worker.SECONDS_TO_END = {seconds}
+side_stream.SECONDS_TO_END = {seconds}
 matrix = torch.randn(400, 400)
 
 def compute():
@@ -125,7 +125,7 @@ def compute():
     while time.monotonic() < end:
         torch.linalg.eigh(matrix)
 
-beside = worker.Worker(torch.device("cpu"))
+beside = side_stream.Worker(torch.device("cpu"))
 task = beside.submit({call})
 time.sleep(0.1)
 sys.exit(7)
