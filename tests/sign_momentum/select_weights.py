@@ -4,6 +4,7 @@ from torch import nn
 
 from megatron_dobb.megatron.model.chunk_state import ManagedWeight, Matrix, Selection
 from megatron_dobb.megatron.model.select_weights import choose, embedding_or_output
+from megatron_dobb.settings.patterns import first_match
 
 from .settings import SignMomentumConfig
 
@@ -16,8 +17,10 @@ def select_weights(root: nn.Module, settings: SignMomentumConfig) -> Selection[M
             return reason
         if isinstance(matrix.module, nn.Embedding):
             return "learned positions"
-        patterns = settings.patterns_matching(matrix.name)
-        selection.patterns_used |= patterns
-        return "excluded by --signmomentum-exclude" if patterns else None
+        pattern = first_match(settings.exclude, matrix.name)
+        if pattern is None:
+            return None
+        selection.patterns_used.add(pattern)
+        return "excluded by --signmomentum-exclude"
 
     return choose(root, settings, reason_on_adamw, lambda matrix: ManagedWeight(**vars(matrix)))
