@@ -1,19 +1,43 @@
 """State of Dobb in checkpoints besides masters and momentum: moments, bases, and the schedule of refreshes."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ...errors import CheckpointError
+from ...methods.dobb.capture import Capture
+from ...methods.dobb.refresh_group import RefreshGroup
+from ...methods.dobb.settings import DobbConfig
 from ..checkpoint.save_load import ExtraState
+from ..model.chunk_state import Selection
+from .rank_state import RankState
 from .refresh_log import log_load
 from .run_metadata import DobbRunMetadata
+from .scheduler import Refreshes
 from .select_weights import DobbWeight
 from .sharded_blocks import ShardedBlocks, WeightInModel
 
-if TYPE_CHECKING:
-    from .optimizer import DobbDistributedOptimizer
+
+class RefreshedOptimizer(Protocol):
+    """The attributes of a `DobbDistributedOptimizer` that a save or a load needs."""
+
+    settings: DobbConfig
+    selections: Sequence[Selection[DobbWeight]]
+    managed: dict[str, DobbWeight]
+    captures: list[Capture]
+    refresh_groups: list[RefreshGroup]
+    refreshes: Refreshes
+    rank_state: RankState
+    attempted_steps: int
+    refresh_is_asked: bool
+    is_expert: bool
+    tp_group: Any
+    expert_tp_group: Any
+
+    def begin_step(self) -> None:
+        """Start the captures of the coming step."""
 
 
 class DobbExtraState(ExtraState[DobbRunMetadata]):
@@ -25,7 +49,7 @@ class DobbExtraState(ExtraState[DobbRunMetadata]):
 
     metadata_class = DobbRunMetadata
 
-    def __init__(self, optimizer: "DobbDistributedOptimizer") -> None:
+    def __init__(self, optimizer: RefreshedOptimizer) -> None:
         self.optimizer = optimizer
         self.settings = optimizer.settings
 
