@@ -30,7 +30,8 @@ from megatron_dobb.kernels import dispatch
 from megatron_dobb.methods.dobb import kernels
 from megatron_dobb.methods.dobb.blocks import block_width
 from megatron_dobb.methods.dobb.moment import refresh_
-from megatron_dobb.sharding.segment import Segment, Shard
+from megatron_dobb.sharding.segment import Segment
+from megatron_dobb.sharding.shard import Shard
 from tools.planning.presets import PRESETS
 
 BYTES_PER_ELEMENT = 20

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import LayoutError
-from .alignment import suggest_widths
-from .segment import Shard
+from .block_width_advice import suggest_widths
+from .shard import Shard
 
 START_MULTIPLE = 64
 """Elements to which Megatron aligns the start of every parameter (`pad_param_start`)."""

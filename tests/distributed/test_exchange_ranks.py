@@ -11,7 +11,7 @@ from megatron_dobb.errors import CaptureError, LayoutError
 from megatron_dobb.methods.dobb.capture import MomentSum
 from megatron_dobb.methods.dobb.moment import gram
 from megatron_dobb.methods.dobb.refresh_group import HeldWeight, RefreshCounts, RefreshGroup, share_out
-from megatron_dobb.sharding.segment import Shard
+from megatron_dobb.sharding.shard import Shard
 from testbed import processes, traffic
 
 BETA = 0.5  # sums of small whole numbers stay exact in fp32, so that moments compare bit for bit

@@ -23,7 +23,7 @@ from unit.update_cases import (
 
 from emulation.emulated import BACKWARD, FORWARD, Device, Schedule
 from emulation.update_operation import update
-from megatron_dobb.sharding.segment import Shard
+from megatron_dobb.sharding.shard import Shard
 
 pytestmark = pytest.mark.full
 

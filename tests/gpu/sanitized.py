@@ -4,7 +4,8 @@ import torch
 
 from megatron_dobb.kernels import dispatch
 from megatron_dobb.methods.dobb import kernels
-from megatron_dobb.sharding.segment import Segment, Shard
+from megatron_dobb.sharding.segment import Segment
+from megatron_dobb.sharding.shard import Shard
 
 SETTINGS = {"learning_rate": 0.03, "weight_decay": 0.1, "momentum": 0.95, "nesterov": False, "update_scale": 0.2}
 

@@ -23,7 +23,7 @@ from unit.update_cases import (
 from megatron_dobb.errors import NonFiniteError
 from megatron_dobb.kernels import extension
 from megatron_dobb.methods.dobb import kernels
-from megatron_dobb.sharding.segment import Shard
+from megatron_dobb.sharding.shard import Shard
 
 pytestmark = [
     pytest.mark.gpu,

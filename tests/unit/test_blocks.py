@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_dobb.errors import BlockError
 from megatron_dobb.methods.dobb.blocks import block_width
-from megatron_dobb.sharding.alignment import suggest_widths, workable_counts
-from megatron_dobb.sharding.segment import Shard
+from megatron_dobb.sharding.block_width_advice import suggest_widths, workable_counts
+from megatron_dobb.sharding.shard import Shard
 
 
 @st.composite

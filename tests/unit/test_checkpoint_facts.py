@@ -14,11 +14,7 @@ testbed.enable()
 from megatron_dobb.errors import CheckpointError  # noqa: E402
 from megatron_dobb.megatron.checkpoint import foreign  # noqa: E402
 from megatron_dobb.megatron.dobb.run_metadata import DobbRunMetadata  # noqa: E402
-from megatron_dobb.megatron.dobb.sharded_blocks import (  # noqa: E402
-    ShardedBlocks,
-    WeightInModel,
-    runs,
-)
+from megatron_dobb.megatron.dobb.sharded_blocks import ShardedBlocks, WeightInModel, runs  # noqa: E402
 from megatron_dobb.methods.dobb.block_ownership import BlockOwnership  # noqa: E402
 from megatron_dobb.methods.dobb.settings import DobbConfig  # noqa: E402  (Megatron is imported after the patches)
 

@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from megatron_dobb import Dobb
 from megatron_dobb.errors import CaptureError
 from megatron_dobb.methods.dobb import kernels as ops
-from megatron_dobb.sharding.segment import Segment, Shard
+from megatron_dobb.sharding.segment import Segment
+from megatron_dobb.sharding.shard import Shard
 
 STEPS = 5  # of which the first, third and fifth refresh
 

@@ -22,7 +22,7 @@ SIDE_BY_SIDE = {("pytorch", "megatron")}
 ENTRANCES = {"__init__", "__main__", "autoload", "patch", "post_import", "doctor"}
 """Modules above all rooms. `post_import` knows none, so a room may import it."""
 
-INTEGERS_ONLY = {"load_balancing", "ownership", "flat_redistribution", "buffer_layout", "alignment"}
+INTEGERS_ONLY = {"load_balancing", "ownership", "flat_redistribution", "buffer_layout", "block_width_advice", "shard"}
 """Modules of `sharding` that plans for thousands of ranks run without torch."""
 
 FRONT_ENDS = {"megatron_dobb.megatron.bridge"}

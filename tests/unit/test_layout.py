@@ -13,7 +13,7 @@ from model_shapes import MODELS, WIDE_UNITS
 
 import megatron_dobb
 from megatron_dobb.errors import LayoutError
-from megatron_dobb.sharding.alignment import SMALL_UNIT, suggest_widths
+from megatron_dobb.sharding.block_width_advice import SMALL_UNIT, suggest_widths
 from megatron_dobb.sharding.buffer_layout import (
     MAX_ALIGNMENT_UNIT,
     BufferLayout,
@@ -23,7 +23,7 @@ from megatron_dobb.sharding.buffer_layout import (
     bucket_divisor,
     default_bucket_size,
 )
-from megatron_dobb.sharding.segment import Shard
+from megatron_dobb.sharding.shard import Shard
 
 # Their lcm with 64 is 403,200: any mix is possible, and few divide each other.
 WIDTHS = (1, 2, 3, 7, 9, 12, 16, 25, 48, 50, 64, 84, 96, 100, 112, 144, 448, 1152)

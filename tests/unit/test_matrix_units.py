@@ -29,7 +29,7 @@ from update_cases import (
 
 from megatron_dobb.methods.dobb import kernels
 from megatron_dobb.methods.dobb import update as reference
-from megatron_dobb.sharding.segment import Shard
+from megatron_dobb.sharding.shard import Shard
 
 SOURCE = Path(__file__).with_name("matrix_units.cpp")
 COMPILER = os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)

@@ -26,7 +26,8 @@ from megatron_dobb.errors import NonFiniteError, UnsupportedError
 from megatron_dobb.kernels import dispatch, extension
 from megatron_dobb.methods.dobb import kernels
 from megatron_dobb.methods.dobb import update as reference
-from megatron_dobb.sharding.segment import Segment, Shard
+from megatron_dobb.sharding.segment import Segment
+from megatron_dobb.sharding.shard import Shard
 
 
 @needs_extension

@@ -20,7 +20,7 @@ from update_cases import (
 
 from megatron_dobb.errors import NonFiniteError
 from megatron_dobb.methods.dobb import kernels, update
-from megatron_dobb.sharding.segment import Shard
+from megatron_dobb.sharding.shard import Shard
 
 
 @needs_extension

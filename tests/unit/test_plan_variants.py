@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_dobb import DobbConfig
 from megatron_dobb.methods.dobb import update as reference
-from megatron_dobb.sharding.segment import Segment, Shard
+from megatron_dobb.sharding.segment import Segment
+from megatron_dobb.sharding.shard import Shard
 from tools.planning import cli
 from tools.planning.arguments import read
 from tools.planning.request import request_of

@@ -13,7 +13,8 @@ from megatron_dobb.errors import NonFiniteError
 from megatron_dobb.methods.dobb import update as reference
 from megatron_dobb.methods.dobb.simple import SimpleDobb
 from megatron_dobb.numerics.finite import check_finite
-from megatron_dobb.sharding.segment import Segment, Shard
+from megatron_dobb.sharding.segment import Segment
+from megatron_dobb.sharding.shard import Shard
 
 SETTINGS = {
     "learning_rate": 0.01,

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from megatron_dobb.methods.dobb import kernels
-from megatron_dobb.sharding.segment import Segment, Shard
+from megatron_dobb.sharding.segment import Segment
+from megatron_dobb.sharding.shard import Shard
 
 width, elements = int(sys.argv[1]), 24 * 2**20
 torch.set_num_threads(2)

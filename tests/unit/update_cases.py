@@ -6,7 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from megatron_dobb.methods.dobb import update
-from megatron_dobb.sharding.segment import Segment, Shard
+from megatron_dobb.sharding.segment import Segment
+from megatron_dobb.sharding.shard import Shard
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 40, 48, 64, 65, 100, 128, 176]
 SETTINGS = {"learning_rate": 0.03, "weight_decay": 0.1, "momentum": 0.95, "nesterov": False, "update_scale": 0.2}

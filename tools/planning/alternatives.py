@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from megatron_dobb.errors import DobbError
 from megatron_dobb.methods.dobb.settings import DobbConfig
-from megatron_dobb.sharding.alignment import workable_counts
+from megatron_dobb.sharding.block_width_advice import workable_counts
 
 from .plan import Request, lay_out_stage, unlike_stages
 

@@ -10,7 +10,7 @@ from typing import Literal
 from ...errors import UnsupportedError
 from ...methods.dobb.blocks import block_width
 from ...methods.dobb.settings import Asked, DobbConfig
-from ...sharding.segment import Shard
+from ...sharding.shard import Shard
 from ..model.adapters import GlobalShape
 
 MomentSet = Literal["tokens", "tokens over tensor", "expert tokens"]

@@ -7,7 +7,7 @@ every parallel layout.
 import math
 
 from ...errors import BlockError
-from ...sharding.alignment import workable_counts
+from ...sharding.block_width_advice import workable_counts
 
 
 def block_width(

@@ -2,7 +2,8 @@
 
 import torch
 
-from ...sharding.segment import Segment, Shard
+from ...sharding.segment import Segment
+from ...sharding.shard import Shard
 from . import kernels, update
 
 ROWS, BLOCKS, WIDTH = 64, 3, 48

@@ -5,17 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypedDict, get_args
 
 from ...kernels.dispatch import BACKENDS, Backend
-from ...settings.checks import (
-    COUNT,
-    DECAY,
-    DTYPE,
-    INTERVAL,
-    PATTERN_COUNTS,
-    PATTERNS,
-    POSITIVE,
-    SWITCH,
-    choice,
-)
+from ...settings.checks import COUNT, DECAY, DTYPE, INTERVAL, PATTERN_COUNTS, PATTERNS, POSITIVE, SWITCH, choice
 from ...settings.checks import DTYPES as DTYPES
 from ...settings.fields import Settings, setting
 from ...settings.format import document

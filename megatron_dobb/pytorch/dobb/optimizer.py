@@ -18,7 +18,8 @@ from ...methods.dobb import update as reference
 from ...methods.dobb.capture import MomentSum, scale_sums
 from ...methods.dobb.metrics_recorder import Observer, Sink
 from ...methods.dobb.refresh_group import RefreshCounts
-from ...sharding.segment import Segment, Shard
+from ...sharding.segment import Segment
+from ...sharding.shard import Shard
 from .. import state_dict as saved_state
 from ..base import MatrixOptimizer, adamw_lines, flat_gradient, named_as_keywords, process_group_of, ranks_of_job
 from ..select_weights import logger, unwrap
