@@ -209,7 +209,7 @@ class BufferLayout:
 
     @property
     def aligned(self) -> bool:
-        """Whether every shard holds whole rows of blocks."""
+        """Return whether every shard holds whole rows of blocks."""
         return next(self.misaligned_cuts(), None) is None
 
     def verify(self) -> None:

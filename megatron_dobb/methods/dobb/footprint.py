@@ -1,5 +1,5 @@
-"""Bytes of Dobb's state and of one refresh, on every rank of a group: what a run prints at its start, and what
-`tools/plan.py` says of runs that nobody has started.
+"""Bytes of Dobb's state and of one refresh on every rank of a group, printed by a run at startup and by
+`tools/plan.py` for planned runs.
 
 Everything follows from who holds and who owns which block. Nothing here imports torch or Megatron.
 """

@@ -34,7 +34,7 @@ class Observer:
         self._last_refresh: dict[str, Sums] = {}
 
     def is_due(self, step: int) -> bool:
-        """Whether `step`, counted from 1, is logged."""
+        """Return whether `step`, counted from 1, is logged."""
         return self.interval > 0 and step % self.interval == 0
 
     def spectra(self, names: Iterable[str], step: int) -> list[str]:

@@ -114,10 +114,10 @@ def share_out[Key: Any](
 class RefreshGroup:
     """Moments at their owners and bases at owners and holders, for weights of one width and one process group.
 
-    A refresh is `reduce`, `renew` and `exchange`, of which the second computes and the others communicate.
+    A refresh consists of `reduce`, `renew` and `exchange`: `renew` computes, the other two communicate.
 
     Attributes:
-        held: the blocks of which this rank holds a row, ascending: the first of `kept`.
+        held: the blocks with a row on this rank, ascending: the first of `kept`.
         owned: the blocks whose moments are here, ascending; `moment [owned, b, b]` follows them.
         kept: `held`, then what is owned without being held, ascending; `basis [kept, b, b]` follows them.
         owned_positions: where each of `owned` is among `kept`.
@@ -129,7 +129,7 @@ class RefreshGroup:
         moment_dtype: storage of the moments.
         basis_dtype: storage of the bases.
         device: where both live.
-        transport_dtype: of the captured sums on their way to where they are added up, fp32 or bf16.
+        transport_dtype: dtype for communicating captured sums, fp32 or bf16.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class RefreshGroup:
         return received
 
     def _unseen(self, tokens: Tensor) -> Tensor:
-        """The number, from 1, of an owned weight that saw no token though it should have; 0 if there is none."""
+        """Find an owned weight that should have seen tokens but saw none; return its number from 1, or 0."""
         unseen = torch.where(tokens == 0, self.owned_numbers, 0)
         return torch.cat([unseen, unseen.new_zeros(1)]).amax()
 
