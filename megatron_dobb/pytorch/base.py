@@ -91,7 +91,7 @@ class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
         """Add parameters, which AdamW will update: the method's weights are chosen when the optimizer is built.
 
         Raises:
-            ConfigError: if the group asks for the method.
+            ConfigError: if the group requests the method.
         """
         title = self._form.title
         if param_group.setdefault(self._form.mark, False) and self._built:

@@ -132,7 +132,7 @@ class Capture:
 
         Args:
             armed: whether to capture.
-            keys: of which sources; None for all.
+            keys: keys of the sources to capture; None for all.
         """
         self.armed, self.keys = armed, keys
         self.microbatch = -1

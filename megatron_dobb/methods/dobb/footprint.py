@@ -88,7 +88,7 @@ class WidthCosts:
         weights: how many there are.
         blocks: of all weights together.
         owned, held, both: blocks on each rank.
-        owned_weights: weights of which a rank owns a block.
+        owned_weights: weights with a block that the rank owns.
         sent, received: bases.
         counts_at: token counts that a rank sends on to owners.
     """
