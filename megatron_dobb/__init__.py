@@ -1,8 +1,8 @@
 """Dobb: a distributed optimizer with block-diagonal eigenbases, for Megatron-LM and plain PyTorch.
 
-`Dobb` is a `torch.optim.Optimizer` for any model; `DobbConfig` holds the settings; `install` teaches Megatron
-`--optimizer dobb`, or, given a `DobbConfig`, does without a command line. Names are imported on first use, so that the
-autoload hook costs nothing.
+`Dobb` is a `torch.optim.Optimizer` for any model; `DobbConfig` holds the settings; `install` adds `--optimizer dobb` to
+Megatron, or takes a `DobbConfig` where there is no command line. Names are imported on first use, so the autoload hook
+costs nothing.
 """
 
 import importlib
@@ -16,7 +16,7 @@ if sys.version_info < (3, 12):  # noqa: UP036  (a source tree on PYTHONPATH pass
         f"megatron_dobb {__version__} needs Python 3.12 or newer, as megatron-core 0.19 does; this is Python "
         f"{sys.version.split()[0]} ({sys.executable}). Make a virtual environment with a newer one: python3.12 -m venv"
     )
-    if sys.argv[:2] == ["-m", "doctor"]:  # so it is while python -m megatron_dobb doctor looks for its module
+    if sys.argv[:2] == ["-m", "doctor"]:  # sys.argv while runpy locates this package
         print(f"not usable: {_too_old}")
         sys.exit(1)
     raise ImportError(_too_old)

@@ -28,7 +28,7 @@ megatron_dobb {__version__}"""
 
 
 def main() -> None:
-    """Get ready to patch Megatron, then run the script as `__main__` with its own arguments."""
+    """Prepare to patch Megatron, then run the script as `__main__` with its own arguments."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -51,12 +51,12 @@ def main() -> None:
         sys.exit(2)
     wait_for_megatron()
     sys.argv = arguments
-    if not sys.flags.safe_path:  # then, as for any script: its own folder in place of the current one
+    if not sys.flags.safe_path:  # as Python does for any script: its folder replaces the current one
         sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
         runpy.run_path(script, run_name="__main__")
     except DobbError as error:
-        # One sentence that says what to do; the chain of Megatron's frames would hide it.
+        # Print only the message, which says what to do; Megatron's traceback would bury it.
         if os.environ.get("MEGATRON_DOBB_TRACEBACK") == "1":
             raise
         print(f"megatron_dobb: error: {error}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Patch Megatron when a program imports it; nothing heavy is imported before that, and nothing else is touched.
+"""Patch Megatron when a program imports it; import nothing heavy before that, and touch nothing else.
 
-The launcher asks for it, and so does `megatron_dobb_autoload.pth` at every start of an interpreter when
-`MEGATRON_DOBB_AUTOLOAD=1` is set.
+The launcher imports this module, and so does `megatron_dobb_autoload.pth` whenever an interpreter starts with
+`MEGATRON_DOBB_AUTOLOAD=1` set.
 """
 
 import os
@@ -13,7 +13,7 @@ VARIABLE = "MEGATRON_DOBB_AUTOLOAD"
 
 
 def wait_for_megatron() -> None:
-    """Patch Megatron when, and only if, the program imports it."""
+    """Patch Megatron if and when the program imports it."""
     after_import("megatron.core", _install)
 
 

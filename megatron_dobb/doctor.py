@@ -1,7 +1,7 @@
 """Report what works in this environment, what does not, and what to do about it: `python -m megatron_dobb doctor`.
 
-It starts no training and needs no launcher. The checks run in a child process, so that a library that crashes or hangs
-is reported too; the process that the user started imports nothing heavy.
+It needs no launcher and starts no training. The checks run in a child process, so that it also reports libraries that
+crash or hang; the parent process imports nothing heavy.
 """
 
 import argparse
@@ -31,7 +31,7 @@ DESCRIPTION = """Look at versions, the compiled extension, GPUs and Megatron, te
 and end with a verdict. Exit status: 0 if Dobb can be used, 1 if not, 2 for wrong arguments."""
 
 LIMIT_S = 180.0
-"""For all checks together: they take ten seconds, and Megatron's import on a busy file system longer."""
+"""Time limit for all checks together: they take ten seconds, longer if Megatron loads from a busy file system."""
 
 PYTHON, TORCH = ">=3.12", ">=2.11"
 INSTALL = "pip install 'megatron-core>=0.19,<0.21', or run the doctor in the folder of your Megatron-LM checkout"
@@ -41,7 +41,7 @@ OPTIONAL = {
     "transformer-engine": ("transformer_engine", "train with --transformer-impl local"),
     "apex": ("apex", "train with --no-gradient-accumulation-fusion unless Transformer Engine is there"),
 }
-"""Libraries that Megatron uses where it finds them: the module, and what to do without it."""
+"""Libraries that Megatron uses if they are installed: the module, and what to do without it."""
 
 State = Literal["ok", "note", "warning", "failure"]
 MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "failure": "FAIL"}
@@ -49,7 +49,7 @@ MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "failure": "FAIL"}
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. A `warning` (Dobb works with less) and a `failure` (it does not work) have a remedy."""
+    """Result of a check. A `warning` (Dobb works, with limits) or a `failure` (it does not work) has a remedy."""
 
     check: str
     state: State
@@ -65,7 +65,7 @@ class Finding:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One line: `ready: ...`, `works, with: ...` or `not usable: ...`, with the remedy of each finding."""
+    """Summarize in one line: `ready: ...`, `works, with: ...` or `not usable: ...`, and each finding's remedy."""
     if not findings:
         return "not usable: no check ended (please report it)"
     for state, start in (("failure", "not usable: "), ("warning", "works, with: ")):
@@ -77,7 +77,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def usable(findings: Sequence[Finding]) -> bool:
-    """Whether nothing failed. No finding at all is no reason to trust anything."""
+    """Return whether nothing failed; without any findings, return false."""
     return bool(findings) and all(f.state != "failure" for f in findings)
 
 
@@ -103,14 +103,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(names: Sequence[str], limit_s: float = LIMIT_S) -> Iterator[Finding]:
-    """Run checks in a child process; where one ends the process, report it and go on with the next in another."""
+    """Run checks in a child process; if one kills it, report that and run the remaining checks in a new process."""
     left = list(names)
     while left:
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             safe = ["-P"] if sys.flags.safe_path else []
             child = subprocess.Popen(
                 [sys.executable, *safe, "-m", __name__, *left],
-                # Autoload has a check of its own; the others look at Megatron as it is.
+                # Autoload has its own check; the others need an unpatched Megatron.
                 env={key: value for key, value in os.environ.items() if key != VARIABLE},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -141,7 +141,7 @@ def run(names: Sequence[str], limit_s: float = LIMIT_S) -> Iterator[Finding]:
         reason = f"it ended its process with {how}{': ' + lines[-1] if lines else ''}"
         yield _broken(running or left[0], f"it did not end within {limit_s:g} s" if late.is_set() else reason)
         if running is None:
-            return  # not even a first check began, so no other would
+            return  # no check started at all, so none would in another process
         left = left[left.index(running) + 1 :]
 
 
@@ -151,7 +151,7 @@ def _stop(child: "subprocess.Popen[str]", late: threading.Event) -> None:
 
 
 def _child(names: Sequence[str]) -> None:
-    """Write a line of JSON for each check that begins and each finding; other output goes to standard error."""
+    """Write a line of JSON for each check started and each finding; send other output to standard error."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in names:
@@ -161,15 +161,15 @@ def _child(names: Sequence[str]) -> None:
 
 
 def findings_of(name: str) -> Iterator[Finding]:
-    """The findings of one check; if it raises, a finding that says so."""
+    """Run one check and yield its findings; if it raises, yield a finding that says so."""
     try:
-        with warnings.catch_warnings():  # Megatron warns of everything optional that is not installed
+        with warnings.catch_warnings():  # Megatron warns about every optional package that is not installed
             warnings.simplefilter("ignore")
             for state, text, *remedy in CHECKS[name][0]():
                 yield Finding(name, state, text, *remedy)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a broken installation raises anything, and must still get its verdict
+    except BaseException as error:  # a broken installation can raise anything, and still needs a verdict
         if isinstance(error, ImportError) and _import_error("torch") is not None:
             yield Finding(name, "note", "not tried, because PyTorch does not import")
         else:
@@ -189,7 +189,7 @@ def _first_line(error: BaseException) -> str:
 def _import_error(module: str) -> str | None:
     try:
         importlib.import_module(module)
-    except Exception as error:  # ImportError of it, or whatever a library that it loads raises
+    except Exception as error:  # its own ImportError, or anything raised by a library it loads
         return _first_line(error)
     return None
 
@@ -201,7 +201,7 @@ def _fits(version: str, supported: str) -> bool:
     return Version(version).base_version in SpecifierSet(supported)
 
 
-# Checks: each yields a state, a text, and where something is to be done, a remedy.
+# Checks: each yields a state, a text and, if there is something to do, a remedy.
 
 Result = tuple[State, str] | tuple[State, str, str]
 
@@ -211,7 +211,7 @@ def _package() -> Iterator[Result]:
 
 
 def _environment() -> Iterator[Result]:
-    # An older Python does not get here: the package says so in a sentence when it is imported.
+    # An older Python does not get here: importing the package already fails with a clear message.
     yield "ok", f"Python {sys.version.split()[0]} (supported: {PYTHON}), {sys.executable}"
     from torch.utils import collect_env as env
 
@@ -290,7 +290,7 @@ def _extension() -> Iterator[Result]:
         f"from sources {getattr(loaded.module, 'sources', '') or 'without a stamp'}",
     )
     file, here = Path(loaded.module.__file__ or "").resolve(), Path(__file__).resolve().parent
-    if file.parent != here:  # an editable installation of another checkout answers for a copy on PYTHONPATH
+    if file.parent != here:  # an editable install of another checkout shadows a copy on PYTHONPATH
         text = f"the extension is that of another installation, {file}, and the package is in {here}"
         yield "warning", text, f"uninstall the other one, or {extension.HOW_TO_BUILD}"
     if info.cuda_architectures:
@@ -322,7 +322,7 @@ def _gpu() -> Iterator[Result]:
 
 
 def _gpus() -> list[tuple[int, tuple[str, str]]]:
-    """Index, name and capability of the first GPU of each kind."""
+    """Return the index, name and capability of the first GPU of each kind."""
     from torch import cuda
 
     kinds: dict[tuple[str, str], int] = {}
@@ -337,7 +337,7 @@ def _rebuild(capability: str) -> str:
 
 
 def _autoload() -> Iterator[Result]:
-    """Start an interpreter with the variable set, as a training script would be, and look."""
+    """Start an interpreter with the variable set, as for a training script, and check that the hook ran."""
     code = "import sys; found = sys.modules.get('megatron_dobb.autoload'); print(getattr(found, '__file__', ''))"
     finished = subprocess.run(
         [sys.executable, "-c", code],
@@ -363,7 +363,7 @@ def _autoload() -> Iterator[Result]:
 
 
 def _contract() -> Iterator[Result]:
-    """Import every module of Megatron that the contract names, check it and patch it."""
+    """Import, check and patch every Megatron module that the contract names."""
     from .megatron.seam import contract, probe_report, versions
 
     place = probe_report.find()
@@ -376,7 +376,7 @@ def _contract() -> Iterator[Result]:
             fitting += 1
         elif isinstance(error, UnsupportedError):
             yield "failure", str(error), f"install a supported one: {INSTALL}"
-        else:  # without Megatron's training loop, other front ends can still use megatron.core
+        else:  # other front ends use megatron.core without Megatron's training loop
             state: State = "warning" if name.startswith("megatron.training") else "failure"
             remedy = f"repair Megatron's installation until python -c 'import {name}' works"
             yield state, f"{name} does not import here: {_first_line(error)}", remedy
@@ -390,7 +390,7 @@ def _contract() -> Iterator[Result]:
         yield "ok", f"the {len(contract.NAMES)} names of the contract fit {fitting} modules of Megatron"
 
 
-# The self-test: small blocks through the same functions as training.
+# Self-test: run small blocks through the functions that training uses.
 
 
 def _self_test() -> Iterator[Result]:
@@ -412,7 +412,7 @@ def _self_test() -> Iterator[Result]:
                     yield "ok", f"the {what} by {name} on {device} agrees with float64"
                 else:
                     yield "failure", f"the {what} by {name} on {device} is wrong: {problem}", remedy
-        except RuntimeError as error:  # kernels that were built for other GPUs
+        except RuntimeError as error:  # kernels built for other GPUs
             yield "failure", f"the kernels do not run on {device}: {_first_line(error)}", remedy
     before, after = losses()
     if after < before:
@@ -423,7 +423,7 @@ def _self_test() -> Iterator[Result]:
 
 
 def losses() -> Iterator[float]:
-    """Losses of a small model before and after one step of the plain optimizer."""
+    """Yield the loss of a small model before and after one step of the plain optimizer."""
     import torch
     from torch import nn
 
@@ -451,7 +451,7 @@ CHECKS: dict[str, tuple[Callable[[], Iterator[Result]], State]] = {
     "self-test": (_self_test, "failure"),
     "patches": (_contract, "failure"),
 }
-"""By name: the check, and how bad it is if the check itself breaks."""
+"""Checks by name, each with the state to report if the check itself breaks."""
 
 if __name__ == "__main__":
     _child(sys.argv[1:])

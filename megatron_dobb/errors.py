@@ -1,6 +1,6 @@
-"""Errors that users meet, and the three ways in which they name a setting.
+"""User-facing errors, and the three styles in which they name a setting.
 
-An error keeps the settings involved, the reason and the remedy apart, and its text is put together when it is shown:
+An error stores the settings involved, the reason and the remedy separately, and builds its text when shown:
 `--dobb-blocks 3` for a command line, `DobbConfig(blocks=3)` for a program with config objects, `blocks=3` for keywords.
 """
 
@@ -14,19 +14,19 @@ _NO_VALUE = object()
 
 
 def flag(method: str, name: str) -> str:
-    """The command-line flag of a setting; of Megatron's own options, `method` is empty."""
+    """Return the command-line flag of a setting, or of a Megatron option if `method` is empty."""
     return "--" + "-".join(filter(None, (method, name.replace("_", "-"))))
 
 
 class Style(Enum):
-    """Form in which a text names settings."""
+    """Style in which a message names settings."""
 
     FLAG = "flag"
     FIELD = "field"
     KEYWORD = "keyword"
 
     def named(self, method: str, name: str, value: object = _NO_VALUE) -> str:
-        """A setting, or one of Megatron's options if `method` is empty, with its value if there is one."""
+        """Name a setting, or a Megatron option if `method` is empty, with its value if one is given."""
         if self is not Style.FLAG:
             return name if value is _NO_VALUE else f"{name}={value!r}"
         if value is False:
@@ -35,7 +35,7 @@ class Style(Enum):
 
 
 def _words(value: object) -> str:
-    """A value as words of a command line."""
+    """Format a value as command-line words."""
     if isinstance(value, Mapping):
         return " ".join(shlex.quote(f"{key}={inner}") for key, inner in value.items()) or "{}"
     if isinstance(value, tuple):
@@ -44,7 +44,7 @@ def _words(value: object) -> str:
 
 
 class _Reference:
-    """A setting named in a text, `{name}`, with the value after a colon, `{name:value}`."""
+    """Reference to a setting in a message: `{name}`, or `{name:value}` to show a value."""
 
     def __init__(self, style: Style, method: str, name: str) -> None:
         self._style, self._method, self._name = style, method, name
@@ -60,7 +60,7 @@ class _Reference:
 
 
 class _MegatronOptions:
-    """Megatron's options as references: `{megatron.bf16}`, `{megatron.ckpt_format:torch_dist}`."""
+    """References to Megatron's options: `{megatron.bf16}`, `{megatron.ckpt_format:torch_dist}`."""
 
     def __init__(self, style: Style) -> None:
         self._style = style
@@ -79,20 +79,20 @@ class _References(dict[str, Any]):
 
 
 def verbatim(text: object) -> str:
-    """A text as part of a reason or remedy, whose braces are no references to settings."""
+    """Escape the braces of a text, so that a reason or remedy can contain it literally."""
     return str(text).replace("{", "{{").replace("}", "}}")
 
 
 class DobbError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Base class of all errors that this package raises deliberately.
 
     Args:
-        reason: what is wrong; with nothing else given, the text of the error as it is.
+        reason: what is wrong; the literal text of the error if no other argument is given.
         remedy: what to do.
-        subject: what it is wrong with, such as the name of a weight.
+        subject: the object at fault, such as the name of a weight.
         settings: the settings involved and their values.
         owner: the class of the settings.
-        style: how its text names settings.
+        style: how the text names settings.
 
     Reason and remedy name other settings as `{source}` or `{source:gram}`, and Megatron's options as `{megatron.bf16}`.
     """
@@ -132,28 +132,28 @@ class DobbError(Exception):
 
 
 class ConfigError(DobbError, ValueError):
-    """A setting is invalid or two settings contradict each other."""
+    """Invalid setting, or two settings that contradict each other."""
 
 
 class BlockError(ConfigError):
-    """A weight cannot be cut into the blocks that were asked for."""
+    """Weight that cannot be cut into the requested blocks."""
 
 
 class LayoutError(ConfigError):
-    """Blocks cannot be aligned to the shards of a param/grad buffer."""
+    """Blocks that cannot be aligned to the shards of a param/grad buffer."""
 
 
 class CaptureError(DobbError, RuntimeError):
-    """A refresh step saw no activations for a managed weight."""
+    """Refresh step without activations for a managed weight."""
 
 
 class NonFiniteError(DobbError, ArithmeticError):
-    """A gradient or momentum entry is NaN or infinite; nothing was updated."""
+    """NaN or infinite entry in a gradient or momentum; nothing was updated."""
 
 
 class UnsupportedError(DobbError, RuntimeError):
-    """An option, version or environment that Dobb does not work with."""
+    """Option, version or environment that Dobb does not support."""
 
 
 class CheckpointError(DobbError, RuntimeError):
-    """A checkpoint cannot be written, or not continued by this run; nothing was loaded into it."""
+    """Checkpoint that cannot be written, or that this run cannot continue from; nothing was loaded."""

@@ -1,4 +1,4 @@
-"""`import megatron_dobb.patch` as the first line of a training script teaches Megatron `--optimizer dobb`."""
+"""Add `--optimizer dobb` to Megatron: `import megatron_dobb.patch` in the first line of a training script."""
 
 from .megatron import install
 

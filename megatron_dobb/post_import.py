@@ -1,7 +1,6 @@
-"""Run a function on a module right after its first import, or now if it is imported already.
+"""Run a function on a module right after its first import, or now if it is already imported.
 
-Megatron is heavy and reads its environment while it is imported, so the patches wait until the training script
-imports it by itself.
+Megatron is heavy and reads its environment at import time, so the patches wait until the training script imports it.
 """
 
 import importlib.abc
@@ -14,7 +13,7 @@ Patch = Callable[[ModuleType], None]
 
 
 class PostImportFinder(importlib.abc.MetaPathFinder):
-    """A finder that lets the others find a module and then patches it when it has been executed."""
+    """Finder that delegates to the other finders and patches a module once it has been executed."""
 
     def __init__(self) -> None:
         self.patches: dict[str, Patch] = {}
@@ -22,10 +21,10 @@ class PostImportFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module that waits for a patch; None for every other one.
+        """Return the spec of a module with a pending patch; None for any other module.
 
-        A program may ask for a spec only to see whether the module exists, and an import may fail and be tried
-        again, so the patch goes on waiting until the module has been executed.
+        A program may look up a spec only to see whether the module exists, and a failed import may be retried, so the
+        patch stays pending until the module has been executed.
         """
         if name not in self.patches:
             return None

@@ -1,4 +1,4 @@
-"""Run work beside the training program: a thread and, on a GPU, a stream of its own.
+"""Run work in the background of training, on a separate thread and, on a GPU, a separate stream.
 
-Knows nothing of what it runs, so every method can overlap its communication with it.
+It is independent of the work it runs, so every method can overlap its communication with training.
 """

@@ -1,4 +1,4 @@
-"""Work beside the program: on a thread of its own and, on a GPU, on a stream of its own."""
+"""Run work in the background: on a separate thread and, on a GPU, on a separate stream."""
 
 import atexit
 import queue
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 SECONDS_TO_END = 10.0
-"""How long a program that ends waits for what its workers are doing."""
+"""Seconds that an exiting program waits for its workers' running calls."""
 
 
 class Task[T]:
-    """Something that a `Worker` was given to do."""
+    """Call submitted to a `Worker`."""
 
     def __init__(self, call: Callable[[], T], began: Any = None) -> None:
         self.call: Callable[[], T] | None = call
@@ -25,7 +25,7 @@ class Task[T]:
 
     @torch.no_grad()
     def run(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Do it, here and now; what it raises is kept for `result`."""
+        """Run the call now, on this thread; keep any exception for `result`."""
         call, self.call = self.call, None
         assert call is not None
         try:
@@ -40,32 +40,32 @@ class Task[T]:
             self.future.set_result(found)
 
     def wait(self) -> None:
-        """Wait until it is done. On a GPU, what the caller's stream is given from now on waits for it too."""
+        """Wait until the call is done. On a GPU, later work on the caller's stream waits for it too."""
         self.future.exception()
         if self.ended is not None:
             torch.cuda.current_stream().wait_event(self.ended)
 
     def result(self) -> T:
-        """Result of the call, after `wait`.
+        """Wait for the call and return its result.
 
         Raises:
-            BaseException: what the call raised.
+            BaseException: the exception that the call raised.
         """
         self.wait()
         return self.future.result()
 
 
 class Worker:
-    """Does calls one after another, in the order in which they were given, while the program goes on.
+    """Background thread that runs calls one after another, in the order submitted.
 
-    The thread starts with the first call, when a training has forked the workers of its data loaders. A program that
-    ends waits for it, but not for long: it may wait for ranks that are gone, so it is a daemon. To leave at once would
-    not do. A thread that comes back from C++ to an interpreter that has ended is ended in the middle of it, which
-    aborts the process and so replaces its exit status.
+    The thread starts with the first call, after the data loaders have forked their workers. It is a daemon because it
+    may be waiting for ranks that are gone, so an exiting program waits for it only briefly. Exiting at once would not
+    work: a thread that returns from C++ to a finalized interpreter is killed mid-call, which aborts the process and
+    replaces its exit status.
 
     Args:
-        device: where the calls compute. On a CUDA device they have a stream of their own, on which each waits for
-            what the program's stream had been given before.
+        device: where the calls compute. On a CUDA device they run on a separate stream, and each waits for the work
+            enqueued earlier on the program's stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,11 +77,11 @@ class Worker:
         _workers.add(self)
 
     def submit[T](self, call: Callable[[], T], reads: Iterable[Tensor] = ()) -> Task[T]:
-        """Have something done.
+        """Submit a call to the thread.
 
         Args:
-            call: what to do.
-            reads: the tensors that it reads and that nobody else keeps until it has.
+            call: the function to run.
+            reads: the tensors that it reads and that nothing else keeps alive until then.
         """
         began = self._hand_over(reads)
         if self._thread is None:
@@ -94,13 +94,13 @@ class Worker:
 
     @torch.no_grad()
     def launch[T](self, call: Callable[[], T], reads: Iterable[Tensor] = ()) -> T:
-        """Do something on this thread, here and now, but on a GPU on the stream of the calls given to `submit`.
+        """Run a call now on this thread; on a GPU, launch its work on the stream that submitted calls use.
 
-        What the program's stream is given later does not wait for it; what a later call is given does.
+        Later work on the program's stream does not wait for it; later calls do.
 
         Args:
-            call: what to launch. Of what it returns, only later calls may read.
-            reads: see `submit`.
+            call: the function to run. Only later calls may read its result.
+            reads: as for `submit`.
         """
         began = self._hand_over(reads)
         if self.stream is None:
@@ -110,7 +110,7 @@ class Worker:
             return call()
 
     def _hand_over(self, reads: Iterable[Tensor]) -> Any:
-        """Let the stream of the calls read tensors of the program's; returns the event that they are written after."""
+        """Let the side stream read the program's tensors; return the event after which they are written."""
         if self.stream is None:
             return None
         for tensor in reads:
@@ -118,7 +118,7 @@ class Worker:
         return torch.cuda.current_stream(self.device).record_event()
 
     def end(self, timeout: float) -> None:
-        """Let the thread end after what it was given, and wait for that, at most `timeout` seconds."""
+        """Let the thread end after its submitted calls, and wait at most `timeout` seconds for that."""
         self._tasks.put(None)
         if self._thread is not None:
             self._thread.join(timeout)
@@ -135,8 +135,8 @@ def _end_all() -> None:
 
 def _work(tasks: "queue.SimpleQueue[Task[Any] | None]", stream: torch.cuda.Stream | None) -> None:
     if stream is not None:
-        torch.cuda.set_device(stream.device)  # each thread has a current device of its own
+        torch.cuda.set_device(stream.device)  # the current device is per thread
         torch.cuda.set_stream(stream)
     while (task := tasks.get()) is not None:
         task.run(stream)
-        del task  # with the results, before the next one comes
+        del task  # free its results before waiting for the next task

@@ -1,4 +1,4 @@
 """Find and load the compiled extension.
 
-The only room that knows how csrc is built, loaded and identified; each method has one door to its own operators.
+Only this package knows how csrc is built, loaded and identified; each method calls its operators from one module.
 """

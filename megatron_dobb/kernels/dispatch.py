@@ -1,4 +1,4 @@
-"""Choose between the compiled extension and plain PyTorch, count what ran, and warn once of a slower path."""
+"""Choose between the compiled extension and plain PyTorch, count the paths run, and warn once about a slower one."""
 
 import os
 import warnings
@@ -14,22 +14,22 @@ Backend = Literal["auto", "extension", "reference"]
 BACKENDS = get_args(Backend)
 
 kernels_run: Counter[str] = Counter()
-"""How often each path ran, in segments: the CPU variant's name, `cuda` or `reference`."""
+"""Number of segments that each path ran: the CPU variant's name, `cuda` or `reference`."""
 
 _warned: set[str] = set()
 
 
 def may_use_extension(device_type: str, backend: Backend) -> bool:
-    """Whether an operator other than the update may run in the extension; `chooses_extension` insists or warns."""
+    """Return whether an operator may run in the extension; unlike `chooses_extension`, never raise or warn."""
     return backend != "reference" and extension.runs_on(device_type)
 
 
 def chooses_extension(device_type: str, backend: Backend) -> bool:
-    """Whether the update on a device runs in the extension.
+    """Decide whether the update on a device runs in the extension.
 
     Args:
         device_type: `cpu` or `cuda`.
-        backend: `auto` takes the extension where it is there and else warns once.
+        backend: `auto` uses the extension if available, and otherwise warns once.
 
     Raises:
         UnsupportedError: if `backend` is `extension` and it cannot run there.
@@ -58,6 +58,6 @@ def warn_once(message: str) -> None:
 
 
 def kernel_name(device: torch.device) -> str:
-    """The variant of the extension that runs on a device."""
+    """Return the variant of the extension that runs on a device."""
     module = extension.load().module
     return module.chosen_cpu_kernel() if device.type == "cpu" and module is not None else device.type

@@ -1,4 +1,4 @@
-"""The compiled extension: whether it is there, what it holds, and why not."""
+"""Load the compiled extension, and report what it contains or why it is unusable."""
 
 import functools
 import importlib
@@ -13,7 +13,7 @@ import torch
 from ..version import __version__
 from .source_digest import stamp
 
-_unchecked = threading.Lock()  # taken by the thread that first asks for CPU kernels, and never released
+_unchecked = threading.Lock()  # acquired by the first thread that uses CPU kernels, and never released
 _NOTE = Path(__file__).parents[1] / "_not_built.txt"
 HOW_TO_BUILD = (
     "with PyTorch and a C++ compiler installed, run pip install --no-build-isolation --no-deps -e . in a checkout "
@@ -23,7 +23,7 @@ HOW_TO_BUILD = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """The extension's module, or `None` and the reason."""
+    """Extension module, or `None` and the reason."""
 
     module: ModuleType | None
     reason: str = ""
@@ -31,7 +31,7 @@ class Loaded:
 
 @functools.cache
 def load() -> Loaded:
-    """Import the extension, which registers its ops, once per process."""
+    """Import the extension once per process, which registers its ops."""
     try:
         module = importlib.import_module("megatron_dobb._C")
     except ImportError as error:
@@ -48,10 +48,10 @@ def load() -> Loaded:
 
 
 def _check_cpu_kernels(module: ModuleType) -> None:
-    """Choose the CPU kernels, once per process, and warn of the variants that were rejected.
+    """Choose the CPU kernels once per process, and warn about rejected variants.
 
     The extension compares the fastest variant that this processor supports with the plain one on a tiny block, and
-    goes on to the next one if the results differ.
+    tries the next one if the results differ.
     """
     if not _unchecked.acquire(blocking=False):
         return
@@ -67,7 +67,7 @@ def _check_cpu_kernels(module: ModuleType) -> None:
 
 
 def runs_on(device_type: str) -> bool:
-    """Whether the extension has kernels for a type of device, `cpu` or `cuda`."""
+    """Return whether the extension has kernels for a device type, `cpu` or `cuda`."""
     module = load().module
     if module is None:
         return False
@@ -77,7 +77,7 @@ def runs_on(device_type: str) -> bool:
 
 
 def why_not(device_type: str) -> str:
-    """In one clause, why `runs_on` is false."""
+    """Explain in one clause why `runs_on` is false."""
     if load().module is None:
         return load().reason
     notes = [line for line in _NOTE.read_text().splitlines() if "CUDA" in line] if _NOTE.exists() else []
@@ -86,21 +86,21 @@ def why_not(device_type: str) -> str:
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """Facts on the build of the extension and on what runs.
+    """Build details of the extension, and the kernels in use.
 
     Attributes:
-        version: of megatron_dobb.
+        version: version of megatron_dobb.
         torch: version of PyTorch in use.
         extension: whether the extension is usable.
         reason: why it is not, or empty.
-        compiler: that built it, or empty.
-        cpu_kernels: variants of the CPU kernels that this processor runs, the fastest first.
-        cuda_architectures: that the CUDA kernels were built for, as in `TORCH_CUDA_ARCH_LIST`; empty without them.
-        cpu: what `--dobb-backend auto` runs on a CPU: a variant, or `reference`.
-        cpu_checked: whether this process compared that variant with the plain one, and found the same results. False
-            for `plain` and `reference`, which are compared with nothing.
-        cpu_rejected: faster variants that gave other results on this processor, and are not run.
-        cuda: what it runs on a GPU: `cuda` or `reference`.
+        compiler: compiler that built it, or empty.
+        cpu_kernels: variants of the CPU kernels that this processor runs, fastest first.
+        cuda_architectures: architectures of the CUDA kernels, as in `TORCH_CUDA_ARCH_LIST`; empty without any.
+        cpu: path of `--dobb-backend auto` on a CPU: a variant, or `reference`.
+        cpu_checked: whether this process compared that variant with the plain one and found the same results; False
+            for `plain` and `reference`, which are not compared.
+        cpu_rejected: faster variants that gave different results on this processor, and are not used.
+        cuda: path of `--dobb-backend auto` on a GPU: `cuda` or `reference`.
     """
 
     version: str
@@ -117,7 +117,7 @@ class BuildInfo:
 
 
 def build_info() -> BuildInfo:
-    """Report what was built, and which path `--dobb-backend auto` runs."""
+    """Report how the extension was built and the path that `--dobb-backend auto` runs."""
     loaded = load()
     module = loaded.module
     if module is not None:

@@ -1,11 +1,11 @@
-"""Identify the sources of an extension. The build uses this too, so it imports nothing of the package."""
+"""Identify the sources of an extension. The build uses this too, so it imports nothing from the package."""
 
 import hashlib
 from pathlib import Path
 
 
 def stamp(sources: Path) -> str:
-    """A digest of the names and contents of all C++ and CUDA files below a folder; empty if there is no such folder."""
+    """Digest the names and contents of all C++ and CUDA files below a folder; empty if the folder does not exist."""
     if not sources.is_dir():
         return ""
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""Name the optimization methods: what `--optimizer NAME` means, as strings that are resolved on first use.
+"""Registry of optimization methods: maps `--optimizer NAME` to strings that are resolved on first use.
 
-Nothing outside a method's own folders imports it; this table is the one place that knows where its parts are. To add a
-method, write its folders and add one line here (docs/contributing.md, "How to add an optimizer").
+Nothing outside a method's own folders imports it; only this table knows where its parts are. To add a method, write its
+folders and add one line here (docs/contributing.md, "How to add an optimizer").
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Method:
-    """The parts of one method, each as `module:name`.
+    """Parts of one method, each as `module:name`.
 
     Attributes:
         name: the value of `--optimizer`; also the prefix of its flags, its key in checkpoints, and the value of
@@ -20,7 +20,7 @@ class Method:
         settings: a frozen dataclass of all settings; its class attribute `method` is `name`.
         select_weights: a function of a model chunk and the settings that chooses and tags the weights to manage.
         optimizer: a subclass of `megatron.shard_optimizer.ShardOptimizer`.
-        refusals: Megatron options that the method does not work with, besides those that no method works with.
+        refusals: Megatron options that the method does not support, in addition to those that no method supports.
         startup_report: a function that logs what was built.
     """
 
@@ -32,7 +32,7 @@ class Method:
     startup_report: str
 
     def load(self, part: str) -> Any:
-        """The object that a part names.
+        """Return the object that a part names.
 
         Args:
             part: the name of one of the attributes.
@@ -54,12 +54,12 @@ _METHODS = {
 
 
 def names() -> tuple[str, ...]:
-    """The values of `--optimizer` that this package adds."""
+    """Return the values of `--optimizer` that this package adds."""
     return tuple(_METHODS)
 
 
 def method(name: str) -> Method:
-    """The method of that name.
+    """Return the method with a given name.
 
     Raises:
         KeyError: if there is none.
@@ -68,16 +68,16 @@ def method(name: str) -> Method:
 
 
 def method_of(settings: object) -> Method | None:
-    """The method whose settings these are; None for an object of any other kind."""
+    """Return the method that a settings object belongs to; None for any other object."""
     known = _METHODS.get(getattr(type(settings), "method", ""))
     return known if known is not None and isinstance(settings, known.load("settings")) else None
 
 
 def methods() -> Iterator[Method]:
-    """All methods, in the order of registration."""
+    """Return all methods, in order of registration."""
     yield from _METHODS.values()
 
 
 def register(method: Method) -> None:
-    """Add a method, or replace the one of that name."""
+    """Add a method, or replace the one with the same name."""
     _METHODS[method.name] = method

@@ -10,7 +10,7 @@ from ..errors import NonFiniteError
 
 
 def check_finite(names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-    """Refuse a step before anything is changed.
+    """Reject a step with non-finite gradients before anything is changed.
 
     Raises:
         NonFiniteError: if a gradient holds a NaN or an infinity; names the weight and the number of entries.

@@ -1,4 +1,4 @@
-"""Switch fp32 products to real fp32, whatever the program allows."""
+"""Run fp32 products in full fp32, whatever the program allows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ _EXACT = ("none", "ieee")
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Real fp32 products, whatever the process allows elsewhere: no autocast, TF32 or bf16 in place of fp32.
+    """Compute products in full fp32, whatever the process allows elsewhere: no autocast, and no TF32 or bf16.
 
-    With TF32, which some containers switch on by environment variable, products carry errors of 1e-3 and no
-    basis would reach `MAX_ERROR`. Gradients are not recorded.
+    With TF32, which some containers enable by environment variable, products have errors of 1e-3 and no basis would
+    reach `MAX_ERROR`. Gradients are not recorded.
     """
-    # Only what must change is touched: these switches are the whole process's, in which other threads may run.
+    # Change only what is necessary: these switches are process-wide, and other threads may be running.
     changed = [(switch, switch.fp32_precision) for switch in _switches() if switch.fp32_precision not in _EXACT]
     try:
         for switch, _ in changed:
@@ -29,7 +29,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def products_are_exact() -> bool:
-    """Whether fp32 products are real ones all over the process, so that `full_precision` switches nothing."""
+    """Return whether the whole process computes fp32 products in full, so that `full_precision` changes nothing."""
     return all(switch.fp32_precision in _EXACT for switch in _switches())
 
 

@@ -1,7 +1,7 @@
 """Update whole matrices by one method and everything else by AdamW, for any `nn.Module`.
 
-The part of a plain PyTorch optimizer that does not depend on the method: param groups, masters, the order of a step,
-and a description of which parameter is where.
+This is the method-independent part of a plain PyTorch optimizer: param groups, masters, the order of a step, and the
+listing of managed and AdamW parameters.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ def named_as_keywords() -> Iterator[None]:
 
 
 class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
-    """An optimizer of some matrices of a model, with AdamW for every other parameter at the same learning rate.
+    """Optimizer for some of a model's matrices, with AdamW for every other parameter at the same learning rate.
 
-    A subclass implements `_prepare_step`, `_update_flat`, and what it wants of the other hooks.
+    A subclass implements `_prepare_step`, `_update_flat`, and any other hooks that it needs.
 
     Args:
         root: the model, unwrapped.
@@ -91,7 +91,7 @@ class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
         """Add parameters, which AdamW will update: the method's weights are chosen when the optimizer is built.
 
         Raises:
-            ConfigError: if the group asks for the method.
+            ConfigError: if the group requests the method.
         """
         title = self._form.title
         if param_group.setdefault(self._form.mark, False) and self._built:
@@ -103,13 +103,13 @@ class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
     # The method.
 
     def _prepare_step(self) -> None:
-        """Run the method's work of this step that comes before any update. May raise; nothing was changed so far."""
+        """Run the method's work that precedes any update. May raise, since nothing has been changed yet."""
 
     def _begin_step(self) -> None:
-        """Get ready for the forward passes of the coming step."""
+        """Prepare for the forward passes of the next step."""
 
     def _finish_step(self) -> None:
-        """Run what comes after all updates, such as a log."""
+        """Run the work that follows all updates, such as logging."""
 
     def _update_flat(
         self, weights: Sequence[Weight], flat: Sequence[Tensor], learning_rate: float, weight_decay: float
@@ -184,7 +184,7 @@ class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
             check_finite([w.name for w in weights], [flat_gradient(w) for w in weights])
 
     def _update(self, weights: Sequence[Weight], learning_rate: float, weight_decay: float) -> None:
-        """One step of these weights: in one call, except those that have no fp32 storage of their own."""
+        """Update these weights by one step, in one call except for weights without their own fp32 storage."""
         in_place: list[Weight] = []
         for weight in weights:
             parameter = weight.parameter.detach()
@@ -200,7 +200,7 @@ class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
     # Description.
 
     def describe(self) -> str:
-        """List what the method manages, what is on AdamW, and why."""
+        """List the weights that the method manages, the parameters on AdamW, and why."""
         weights = self._matrices.values()
         total = sum(w.parameter.numel() for w in weights)
         lines = [f"{self._form.title}: {len(weights)} matrices, {total:,} elements", *self._shape_lines()]
@@ -208,7 +208,7 @@ class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
         return "\n".join([*lines, *(f"  {line}" for line in adamw_lines(self._on_adamw))])
 
     def _shape_lines(self) -> list[str]:
-        """A table of the shapes of managed weights."""
+        """Format a table of the shapes of managed weights."""
         return []
 
     def __repr__(self) -> str:
@@ -222,7 +222,7 @@ class MatrixOptimizer[Weight: LinearWeight](torch.optim.Optimizer):
 
 
 def adamw_lines(reasons: Mapping[str, str]) -> list[str]:
-    """One line for each reason why parameters are on AdamW, with the first of their names."""
+    """Format a line for each reason why parameters are on AdamW, with the first of their names."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         by_reason.setdefault(reason, []).append(name)
@@ -233,7 +233,7 @@ def adamw_lines(reasons: Mapping[str, str]) -> list[str]:
 
 
 def process_group_of(model: nn.Module, given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that share the weights; None where this process is alone.
+    """Return the group of ranks that share the weights; None if this process is alone.
 
     Raises:
         ConfigError: if the given group does not contain this rank.

@@ -1,4 +1,4 @@
-"""Choose the matrices of a plain PyTorch model: the weights of `nn.Linear` layers; every other one has its reason."""
+"""Choose the matrices of a plain PyTorch model, the weights of `nn.Linear` layers, and say why others are left out."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger("megatron_dobb")
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """The weight of one `nn.Linear`, or of several that share it.
+    """Weight of one `nn.Linear`, or of several that share it.
 
     Attributes:
         name: its name in the model.
@@ -50,7 +50,7 @@ class LinearWeight:
 
 @dataclass(frozen=True)
 class Selection:
-    """The trainable parameters of a model, by name.
+    """Trainable parameters of a model, by name.
 
     Attributes:
         matrices: weights that a method may manage.
@@ -64,11 +64,11 @@ class Selection:
 
 
 def select_weights(root: nn.Module, excluded: Predicate, method: str) -> Selection:
-    """Choose the weights of `nn.Linear` layers that nothing speaks against.
+    """Choose the weights of `nn.Linear` layers that a method may manage.
 
     Args:
         root: the model.
-        excluded: a function of a weight's name and the weight that is true where the user leaves it to AdamW.
+        excluded: a function of a weight's name and the weight that returns true if the user leaves it to AdamW.
         method: the method's name, for warnings.
 
     Raises:
@@ -105,7 +105,7 @@ def select_weights(root: nn.Module, excluded: Predicate, method: str) -> Selecti
 
 
 def linear_layers(root: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Linear]]]:
-    """Every trainable weight of an `nn.Linear`, with the names that it has and the layers that share it."""
+    """Find every trainable weight of an `nn.Linear`, with its names and the layers that share it."""
     layers: dict[nn.Parameter, list[tuple[str, nn.Linear]]] = {}
     for path, module in root.named_modules():
         weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
@@ -142,7 +142,7 @@ def _check_supported(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _output_layers(root: nn.Module) -> set[nn.Module]:
-    """The output layers that a model in the manner of Hugging Face's names."""
+    """Find the output layers that a Hugging Face style model names."""
     found = set()
     for module in root.modules():
         ask = getattr(module, "get_output_embeddings", None)

@@ -1,9 +1,9 @@
-"""Read the state_dict of an optimizer for whole weights, and refuse one that does not fit before anything is changed.
+"""Read the state_dict of an optimizer for whole weights, and reject one that does not fit before changing anything.
 
-A managed weight has the entries of its method, such as `momentum`, and its param group counts the steps. Whatever
-carries ordinary optimizer state, such as `torch.distributed.checkpoint.state_dict`, so carries the method's. It
-also names the managed weights under the method's name, which torch's helpers drop. An older form of state_dict, which
-had all of a method's state there, is still read.
+A managed weight has its method's entries, such as `momentum`, and its param group counts the steps. Tools that carry
+ordinary optimizer state, such as `torch.distributed.checkpoint.state_dict`, therefore carry the method's too. The
+state_dict also lists the managed weights under the method's name, which torch's helpers drop. An older form, which
+stored all of a method's state there, can still be read.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -20,7 +20,7 @@ from .select_weights import LinearWeight
 
 @dataclass(frozen=True)
 class StateForm:
-    """The form of a method's state in a state_dict.
+    """Form of a method's state in a state_dict.
 
     Attributes:
         mark: key of the weights' names in a state_dict, and of the mark of the method's param group.
@@ -38,7 +38,7 @@ class StateForm:
 
     @property
     def foreign(self) -> str:
-        """The reason why a state_dict of another optimizer does not do."""
+        """Explain why another optimizer's state_dict does not fit."""
         return f"it was not saved by {self.title}"
 
 
@@ -58,9 +58,9 @@ class Loadable:
 
 
 def begin_adamw(state: MutableMapping[Any, Any], groups: Iterable[Mapping[str, Any]], mark: str) -> None:
-    """Give the parameters on AdamW the state that its first step would give them, where they have none.
+    """Initialize missing state of the parameters on AdamW, as its first step would.
 
-    Torch's helpers ask an optimizer for its state before they load into it, and take only what is there.
+    Torch's helpers read an optimizer's state before they load into it, and load only the entries that exist.
     """
     for group in groups:
         on_device = group.get("capturable") or group.get("fused")
@@ -138,7 +138,7 @@ def _managed_entries(
     weights: Mapping[str, LinearWeight],
     form: StateForm,
 ) -> dict[Any, str]:
-    """The names of the managed weights by the keys of their entries in `state`."""
+    """Map the keys of the managed weights' entries in `state` to their names."""
     # Torch's helpers use names as keys, and arrange them as the optimizer has its parameters.
     ours = {key: str(key) for key, entry in state.items() if any(kind in entry for kind in form.keys)}
     if names is not None and known:
@@ -182,7 +182,7 @@ def _check_weights(
 
 
 def _check_rest(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], mark: str) -> None:
-    """Check that nothing of AdamW was lost, and that the param groups are the optimizer's."""
+    """Check that no AdamW state is missing, and that the param groups match the optimizer's."""
     for key, entry in state_dict["state"].items():
         lost = [kind for kind, value in entry.items() if isinstance(value, Mapping) and not value]
         if lost:  # what torch's helpers make of entries that a flattened state_dict does not have
@@ -194,7 +194,7 @@ def _check_rest(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
 
 
 def _check_adamw(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], mark: str) -> None:
-    """Check that every parameter on AdamW has its state, which would otherwise start again from zero."""
+    """Check that every parameter on AdamW has state, which would otherwise restart from zero."""
     for saved, group in zip(state_dict["param_groups"], groups, strict=True):
         for key in saved["params"] if not group[mark] else ():
             entry = state_dict["state"].get(key, {})

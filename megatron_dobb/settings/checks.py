@@ -1,4 +1,4 @@
-"""Kinds of settings: which values each accepts, and how a command line gives them."""
+"""Kinds of settings: the values that each accepts, and how to read them from a command line."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _EXAMPLE = "*.mlp.linear_fc2"
 
 
 class Misfit(Exception):
-    """A value that a setting cannot take.
+    """Invalid value for a setting.
 
     Args:
         reason: why, as the predicate of a sentence about the value.
@@ -31,10 +31,10 @@ class Kind:
     """A kind of setting.
 
     Attributes:
-        check: returns a value in the form in which it is kept; raises `Misfit` for one that is not of this kind.
+        check: returns a value in its stored form; raises `Misfit` if it is not of this kind.
         options: keywords of `argparse.ArgumentParser.add_argument`.
-        read: makes a value of what the command line parser returns; raises `Misfit`.
-        patterns: the name patterns in a value, for kinds that hold any.
+        read: converts the command-line parser's result to a value; raises `Misfit`.
+        patterns: returns the name patterns in a value, for kinds that contain any.
     """
 
     check: Callable[[Any], Any]
@@ -61,7 +61,7 @@ def _is_number(value: object) -> bool:
 
 
 def choice(names: Sequence[str]) -> Kind:
-    """One of some names."""
+    """Make a kind that accepts one of some names."""
     listed = ", ".join(names)
     return Kind(_that(lambda value: value in names, "is unknown", f"use one of {listed}"), {"choices": tuple(names)})
 

@@ -16,14 +16,14 @@ class Description:
     """Description of one setting.
 
     Attributes:
-        default: its value if none is given.
-        kind: the values that it takes.
+        default: value if none is given.
+        kind: the values that it accepts.
         help: what it is, in Markdown without links; one sentence without its full stop.
-        metavar: what stands for the value in a command line.
-        default_text: what stands for a default of None.
-        link: where the project's documents say more, in Markdown.
-        stored: whether checkpoints keep it.
-        keyword: whether optimizers without Megatron take it.
+        metavar: placeholder for the value in command-line help.
+        default_text: text shown for a default of None.
+        link: Markdown link to more in the project's documentation.
+        stored: whether checkpoints store it.
+        keyword: whether optimizers without Megatron accept it.
     """
 
     default: Any
@@ -37,7 +37,7 @@ class Description:
 
 
 def setting(default: Any, kind: Kind, help: str, **others: Any) -> Any:
-    """A dataclass field with a description; `others` are attributes of `Description`."""
+    """Declare a dataclass field with a description; `others` are attributes of `Description`."""
     metadata = {_KEY: Description(default, kind, help, **others)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -55,7 +55,7 @@ class Settings:
 
     @classmethod
     def described(cls) -> dict[str, Description]:
-        """The description of each setting, by name."""
+        """Return the description of each setting, by name."""
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # subclasses are dataclasses
         return {field.name: field.metadata[_KEY] for field in fields if _KEY in field.metadata}
 
@@ -63,7 +63,7 @@ class Settings:
         self._check_each()
 
     def _check_each(self) -> None:
-        """Check every setting by itself, and keep it in the form of its kind."""
+        """Check every setting on its own, and store it in the form of its kind."""
         for name, about in self.described().items():
             value = getattr(self, name)
             if value is not None or about.default is not None:
@@ -71,7 +71,7 @@ class Settings:
 
     @classmethod
     def convert(cls, name: str, value: Any, conversion: Callable[[Any], Any]) -> Any:
-        """Convert a value as a kind does; a `Misfit` becomes an error that names the setting."""
+        """Convert a value, turning a `Misfit` into an error that names the setting."""
         try:
             return conversion(value)
         except Misfit as misfit:
@@ -84,15 +84,15 @@ class Settings:
 
     @classmethod
     def error(cls, reason: str, remedy: str, settings: Mapping[str, Any]) -> ConfigError:
-        """An error about some of these settings."""
+        """Make an error about some of these settings."""
         return ConfigError(reason, remedy, settings=settings, owner=cls)
 
     def _settle(self, name: str, value: Any) -> None:
-        """Set a field before the settings are in use."""
+        """Set a field of the frozen dataclass during initialization."""
         object.__setattr__(self, name, value)
 
     def stored(self) -> dict[str, Any]:
-        """The settings that checkpoints keep, as numbers, texts, lists and dictionaries."""
+        """Return the settings that checkpoints store, as numbers, strings, lists and dictionaries."""
         values = {name: getattr(self, name) for name, about in self.described().items() if about.stored}
         return {
             name: list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""Command-line flags of a method's settings: `--`, the method's name, and the setting's."""
+"""Command-line flags of a method's settings, named `--METHOD-SETTING`."""
 
 import argparse
 from typing import Any
@@ -10,12 +10,12 @@ from .format import default_text, plain
 
 
 def destination(kind: type[Settings], name: str) -> str:
-    """The attribute of parsed arguments that holds a setting."""
+    """Return the name of the parsed argument that holds a setting."""
     return f"{kind.method}_{name}"
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: type[Settings]) -> None:
-    """Add a group with the flag of every setting of a class."""
+    """Add an argument group with a flag for every setting of a class."""
     group = parser.add_argument_group(title=kind.method, description=f"settings of --optimizer {kind.method}")
     for name, about in kind.described().items():
         group.add_argument(flag(kind.method, name), dest=destination(kind, name), **_options(about))
@@ -36,7 +36,7 @@ def _options(about: Description) -> dict[str, Any]:
 
 
 def read_arguments[S: Settings](kind: type[S], arguments: argparse.Namespace) -> S:
-    """The settings that flags state; those without an attribute in `arguments` take their defaults.
+    """Read settings from parsed flags; settings missing from `arguments` take their defaults.
 
     Raises:
         ConfigError: for a value out of range, flags that contradict each other, or a malformed PATTERN=COUNT.

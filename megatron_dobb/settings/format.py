@@ -1,4 +1,4 @@
-"""Text made of descriptions: the README's table of flags, and the attributes in a docstring."""
+"""Format settings' descriptions as the README's table of flags and as attributes in a docstring."""
 
 import textwrap
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from .fields import Description, Settings
 
 
 def plain(text: str) -> str:
-    """Markdown without links, for a terminal."""
+    """Format Markdown without links for a terminal."""
     return text.replace("`", "")
 
 
 def default_text(about: Description) -> str:
-    """A default as Markdown; empty where there is none."""
+    """Format a default as Markdown; empty if there is none."""
     value: Any = about.default
     if about.default_text:
         return about.default_text
@@ -26,7 +26,7 @@ def default_text(about: Description) -> str:
 
 
 def flags_table(kind: type[Settings]) -> Iterator[str]:
-    """The lines of a Markdown table of all flags."""
+    """Yield the lines of a Markdown table of all flags."""
     yield "| Flag | Default | Meaning |"
     yield "|---|---|---|"
     for name, about in kind.described().items():

@@ -1,4 +1,4 @@
-"""Name patterns: globs that pick weights of a model by name."""
+"""Name patterns: globs that select a model's weights by name."""
 
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
@@ -12,12 +12,12 @@ def matches(pattern: str, weight_name: str) -> bool:
 
 
 def first_match(patterns: Iterable[str], weight_name: str) -> str | None:
-    """The first pattern that names a weight; None if none does."""
+    """Return the first pattern that matches a weight, or None."""
     return next((pattern for pattern in patterns if matches(pattern, weight_name)), None)
 
 
 def patterns_of(settings: Settings) -> dict[str, tuple[str, ...]]:
-    """The name patterns in settings, by the setting that holds them."""
+    """Return the name patterns in settings, by setting."""
     return {
         name: about.kind.patterns(getattr(settings, name))
         for name, about in settings.described().items()
@@ -26,7 +26,7 @@ def patterns_of(settings: Settings) -> dict[str, tuple[str, ...]]:
 
 
 def check_used(settings: Settings, used: Collection[str]) -> None:
-    """Raise for a pattern that names no weight of the model.
+    """Raise for a pattern that matches no weight of the model.
 
     Args:
         settings: the settings.

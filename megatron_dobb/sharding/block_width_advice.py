@@ -1,4 +1,4 @@
-"""Propose block widths that align to one another within few elements."""
+"""Propose block widths with a small common alignment unit."""
 
 import math
 from collections.abc import Iterable
@@ -7,26 +7,25 @@ SMALL_UNIT = 10_000
 """Alignment unit up to which padding shards adds less than 1 % to a full default bucket."""
 
 NARROWEST_ADVISED = 32
-"""Advice proposes no narrower block, unless a narrower one was asked for."""
+"""Narrowest block width that advice proposes, unless a narrower one was requested."""
 
 
 def workable_counts(columns: int, multiple_of: int = 1) -> list[int]:
-    """All block counts that divide `columns` and are a multiple of `multiple_of`."""
+    """List all block counts that divide `columns` and are a multiple of `multiple_of`."""
     small = [d for d in range(1, math.isqrt(max(columns, 0)) + 1) if columns % d == 0]
     return sorted(c for c in {*small, *(columns // d for d in small)} if c % multiple_of == 0)
 
 
 def suggest_widths(wanted: Iterable[tuple[int, int]], limit: int = SMALL_UNIT) -> dict[tuple[int, int], int]:
-    """Block widths near the wanted ones that align to each other within few elements.
+    """Suggest block widths near the wanted ones that have a small common alignment unit.
 
     Args:
         wanted: (columns on one rank, width) pairs.
         limit: the largest lcm of 64 and of all widths proposed.
 
     Returns:
-        A width for each pair, dividing its columns, with the smallest sum of `|log2(proposed / wanted)|` that
-        the limit allows (or close to it: beyond 256 possible units only the best are followed); empty when it
-        allows none.
+        A width for each pair that divides its columns, with the smallest sum of `|log2(proposed / wanted)|` within the
+        limit (or nearly: the search keeps only the best 256 units); empty if there is none.
     """
     pairs = sorted(set(wanted))
     best: dict[int, tuple[float, tuple[int, ...]]] = {64: (0.0, ())}  # alignment unit: (distance, widths)

@@ -1,8 +1,8 @@
 """Lay parameters out in a param/grad buffer so that no shard boundary cuts a block.
 
-Megatron's distributed optimizer cuts every bucket of a buffer into as many equal flat shards as there are
-ranks. A rank can project its part of a weight alone exactly when every cut inside that weight lies a multiple
-of its block width from its start. Three rules give that and keep Megatron's own contract:
+Megatron's distributed optimizer cuts every bucket of a buffer into equal flat shards, one per rank. A rank can project
+its part of a weight on its own exactly when every cut inside the weight lies a multiple of the block width from the
+weight's start. Three rules ensure that and keep Megatron's own contract:
 
 * Parameters go to the same buckets as in Megatron's own layout (decided on its positions, before ours), so
   the number and order of collectives never change.
@@ -25,7 +25,7 @@ from .block_width_advice import suggest_widths
 from .shard import Shard
 
 START_MULTIPLE = 64
-"""Elements to which Megatron aligns the start of every parameter (`pad_param_start`)."""
+"""Alignment, in elements, of every parameter's start in Megatron (`pad_param_start`)."""
 
 MAX_ALIGNMENT_UNIT = 2**19
 """Largest lcm of 64 and the block widths of one bucket: about half of one shard of a full default bucket on
@@ -33,7 +33,7 @@ many ranks (1M elements). Every shard is rounded up to a multiple of its widths.
 
 
 MAX_ROW_BLOCK_PADDING = 0.05
-"""Largest part that whole row blocks, for bases of the output side, may add to a buffer."""
+"""Largest fraction that whole row blocks, for output-side bases, may add to a buffer."""
 
 MORE_BLOCKS = (
     "use more and so smaller blocks ({blocks}) if there are bases, fewer data-parallel ranks (of one optimizer "
@@ -42,14 +42,14 @@ MORE_BLOCKS = (
 
 
 def check_row_blocks(aligned: "BufferLayout", stock_numel: int) -> None:
-    """Refuse a layout that whole row blocks pad too much.
+    """Reject a layout in which whole row blocks cause too much padding.
 
     Args:
         aligned: the layout.
-        stock_numel: elements of Megatron's own.
+        stock_numel: number of elements in Megatron's own layout.
 
     Raises:
-        LayoutError: if some blocks are of whole rows and more than `MAX_ROW_BLOCK_PADDING` was added.
+        LayoutError: if some blocks are whole rows and the padding exceeds `MAX_ROW_BLOCK_PADDING`.
     """
     items = [item for item in aligned.items if item.whole_rows]
     extra = aligned.numel - stock_numel
@@ -70,18 +70,18 @@ def bucket_divisor(shards: int, pad_for_high_nccl_busbw: bool = False) -> int:
 
 
 def default_bucket_size(shards: int) -> int:
-    """Elements in one of Megatron's buckets with `--overlap-grad-reduce` and no `--ddp-bucket-size`."""
+    """Return the elements per Megatron bucket with `--overlap-grad-reduce` and no `--ddp-bucket-size`."""
     return max(40_000_000, 1_000_000 * shards)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Round `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Item:
-    """One parameter of a buffer, as far as its place is concerned.
+    """Parameter of a buffer, as needed to place it.
 
     Args:
         numel: elements of this parameter on this rank.
@@ -90,8 +90,8 @@ class Item:
         name: for messages.
         columns: input features of the weight on this rank (0 if unknown), for advice and for `held_blocks`.
         column_shards: tensor-parallel ranks that share the input features, for advice.
-        whole_rows: whether `width` is that of whole rows, as many as a block over the output axis has, rather than of
-            a block's columns. The weight then counts as one row, with `columns` all of its elements.
+        whole_rows: whether `width` counts the elements of the whole rows in an output-side block, rather than a block's
+            columns. The weight then counts as one row, and `columns` is its number of elements.
 
     Raises:
         LayoutError: if the blocks do not fill the parameter.
@@ -123,13 +123,13 @@ class Item:
 
     @property
     def start_multiple(self) -> int:
-        """Divisor of this item's start, counted from its bucket's."""
+        """Divisor of this item's start, counted from its bucket's start."""
         return math.lcm(START_MULTIPLE, self.width or 1)
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Elements of one bucket: its parameters', in Megatron's own layout, in ours; and its alignment unit."""
+    """Elements of one bucket: in its parameters, in Megatron's own layout and in ours; and its alignment unit."""
 
     bucket: int
     needed: int
@@ -145,12 +145,12 @@ class Padding:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Places of `items` in one buffer that is cut into `shards` shards per bucket.
+    """Positions of `items` in a buffer that is cut into `shards` shards per bucket.
 
     `starts`, `ends` and `bucket_ids` follow the order of `items` (placement order: Megatron's reversed one);
     positions count elements from the buffer's start. `buckets` holds (start, end) of each bucket, `unpadded`
-    its length without the padding at its end (Megatron's `per_bucket_numel_unpadded`), and `divisor` is what
-    Megatron alone would pad bucket ends to.
+    its length without the padding at its end (Megatron's `per_bucket_numel_unpadded`), and `divisor` is Megatron's own
+    divisor of bucket ends.
     """
 
     items: tuple[Item, ...]
@@ -186,37 +186,37 @@ class BufferLayout:
         return range(start // shard, -(-end // shard)) if start < end else range(0)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int] | None:
-        """The flat `[start, end)` of item `index` in shard `rank`, counted from the item's start."""
+        """Return the flat range `[start, end)` of item `index` in shard `rank`, counted from the item's start."""
         start, end, shard = self._span(index)
         low, high = max(start, rank * shard), min(end, (rank + 1) * shard)
         return (low - start, high - start) if low < high else None
 
     def held_blocks(self, index: int, rank: int) -> tuple[int, ...]:
-        """The blocks of managed item `index` of which shard `rank` holds at least one row, ascending."""
+        """List, in ascending order, the blocks of managed item `index` with at least one row in shard `rank`."""
         item, held = self.items[index], self.shard_range(index, rank)
         return Shard(*held, item.columns, item.width).held_blocks() if held and item.width else ()
 
     def cuts(self, index: int) -> tuple[int, ...]:
-        """Places at which shard boundaries cut item `index`, counted from the item's start."""
+        """Return the offsets at which shard boundaries cut item `index`, counted from the item's start."""
         start, _, shard = self._span(index)
         return tuple(rank * shard - start for rank in self.holders(index)[1:])
 
     def misaligned_cuts(self) -> Iterator[tuple[int, int]]:
-        """Every (item index, cut) at which a shard boundary lies inside a block of a managed item."""
+        """Yield every (item index, cut) at which a shard boundary lies inside a block of a managed item."""
         for index, item in enumerate(self.items):
             if item.width:
                 yield from ((index, cut) for cut in self.cuts(index) if cut % item.width)
 
     @property
     def aligned(self) -> bool:
-        """Whether every shard holds whole rows of blocks."""
+        """Return whether every shard holds whole rows of blocks."""
         return next(self.misaligned_cuts(), None) is None
 
     def verify(self) -> None:
         """Check that every shard holds whole rows of blocks.
 
         Raises:
-            LayoutError: naming the first weight that is cut inside a block.
+            LayoutError: if a weight is cut inside a block; names the first one.
         """
         for index, cut in self.misaligned_cuts():
             item = self.items[index]
@@ -227,7 +227,7 @@ class BufferLayout:
             )
 
     def padding_report(self) -> tuple[Padding, ...]:
-        """Per bucket, how many elements Megatron's own layout takes and how many this one does."""
+        """Compare the elements of each bucket in Megatron's own layout and in this one."""
         members: list[list[Item]] = [[] for _ in self.buckets]
         for item, bucket in zip(self.items, self.bucket_ids, strict=True):
             members[bucket].append(item)
@@ -240,7 +240,7 @@ class BufferLayout:
         return tuple(report)
 
     def _span(self, index: int) -> tuple[int, int, int]:
-        """Start and end of item `index`, counted from its bucket's start, and that bucket's shard size."""
+        """Return the start and end of item `index`, counted from its bucket's start, and the bucket's shard size."""
         start, end = self.buckets[self.bucket_ids[index]]
         return self.starts[index] - start, self.ends[index] - start, (end - start) // self.shards
 
@@ -252,7 +252,7 @@ def align(items: Sequence[Item], bucket_size: int | None, shards: int, divisor: 
         items: in placement order (Megatron places a buffer's parameters in reverse).
         bucket_size: elements after which Megatron closes a bucket; None for a single bucket.
         shards: ranks that share each bucket (data-parallel size within one optimizer instance).
-        divisor: what Megatron pads bucket ends to, see `bucket_divisor`.
+        divisor: Megatron's divisor of bucket ends; see `bucket_divisor`.
 
     Raises:
         LayoutError: if the widths in one bucket have an alignment unit above `MAX_ALIGNMENT_UNIT`.
@@ -295,12 +295,12 @@ def align(items: Sequence[Item], bucket_size: int | None, shards: int, divisor: 
 
 
 def alignment_unit(items: Sequence[Item]) -> int:
-    """The lcm of 64 and of all block widths among `items`."""
+    """Compute the lcm of 64 and all block widths among `items`."""
     return math.lcm(START_MULTIPLE, *(item.width for item in items if item.width))
 
 
 def _memberships(items: Sequence[Item], bucket_size: int | None) -> Iterator[tuple[range, bool]]:
-    """Each bucket's item indices in Megatron's own layout, and whether an own-bucket item forced its end."""
+    """Yield each bucket's item indices in Megatron's own layout, and whether an own-bucket item forced its end."""
     first = position = 0
     for index, item in enumerate(items):
         position = round_up(position, START_MULTIPLE)

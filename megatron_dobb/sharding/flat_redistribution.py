@@ -1,4 +1,4 @@
-"""Send segments of a flat buffer from holders of equal chunks to the ranks that want them whole, and back."""
+"""Send segments of a flat buffer from holders of equal chunks to the ranks that need them whole, and back."""
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
@@ -9,11 +9,10 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class FlatRedistribution:
-    """Routes of a flat buffer, held in equal chunks, to the ranks that want its segments whole, and back.
+    """Routes of a flat buffer, held in equal chunks, to the ranks that need its segments whole, and back.
 
-    Rank `r` first gets elements `[r * chunk, (r + 1) * chunk)` of the sum, then sends parts of them on. Every
-    message lists its parts in the buffer's order, so what a rank receives, joined by source, is simply all of
-    its segments one after another.
+    Rank `r` first gets elements `[r * chunk, (r + 1) * chunk)` of the sum, then forwards parts of them. Every message
+    lists its parts in the buffer's order, so concatenating a rank's messages by source gives all its segments in order.
 
     Args:
         lengths: elements of every segment; segments follow one another without gaps.
@@ -36,7 +35,7 @@ class FlatRedistribution:
         return self.chunk * self.ranks - self._bounds[-1]
 
     def sends(self, rank: int) -> list[list[tuple[int, int]]]:
-        """For every destination, the ranges of `rank`'s chunk to send, counted from the chunk's start."""
+        """List, for every destination, the ranges of `rank`'s chunk to send, counted from the chunk's start."""
         row: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         for segment, low, high in self._segments_of(rank):
             for destination in self.destinations[segment]:
@@ -44,7 +43,7 @@ class FlatRedistribution:
         return row
 
     def receive_sizes(self, rank: int) -> list[int]:
-        """For every source, the elements that it sends to `rank`."""
+        """Count, for every source, the elements that it sends to `rank`."""
         sizes = [0] * self.ranks
         for segment in self._wanted_by[rank]:
             for source, low, high in self._split(self._bounds[segment], self._bounds[segment + 1]):
@@ -52,10 +51,10 @@ class FlatRedistribution:
         return sizes
 
     def returns(self, rank: int) -> list[list[tuple[int, int]]]:
-        """For every destination, the ranges of what `rank` received to send back to the chunk that they came from.
+        """List, for every destination, the received ranges that `rank` sends back to the chunk they came from.
 
-        Of a segment that several ranks wanted, the lowest sends it back. Ranges count from the start of all that `rank`
-        received, which is its segments one after another.
+        If several ranks received a segment, the lowest sends it back. Ranges count from the start of all elements that
+        `rank` received, its segments one after another.
         """
         row: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         place = 0
@@ -68,7 +67,7 @@ class FlatRedistribution:
         return row
 
     def return_places(self, rank: int) -> list[list[tuple[int, int]]]:
-        """For every source, the ranges of `rank`'s chunk that it sends back, counted from the chunk's start."""
+        """List, for every source, the ranges of `rank`'s chunk that it sends back, counted from the chunk's start."""
         row: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         for segment, low, high in self._segments_of(rank):
             if self.destinations[segment]:
@@ -76,7 +75,7 @@ class FlatRedistribution:
         return row
 
     def _segments_of(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Every segment with elements in `rank`'s chunk, and the range of them, counted from the chunk's start."""
+        """Yield each segment in `rank`'s chunk and the range of its elements there, counted from the chunk's start."""
         origin, end = rank * self.chunk, (rank + 1) * self.chunk
         segment = bisect_right(self._bounds, origin) - 1
         while segment < len(self.lengths) and self._bounds[segment] < end:
@@ -86,7 +85,7 @@ class FlatRedistribution:
             segment += 1
 
     def _split(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a range of the buffer at the bounds of chunks: the rank of each chunk, and its part of the range."""
+        """Cut a range of the buffer at chunk bounds; yield the rank of each chunk and its part of the range."""
         while start < end:
             rank = start // self.chunk
             stop = min(end, (rank + 1) * self.chunk)
@@ -108,7 +107,7 @@ class FlatRedistribution:
 
 
 def _append(ranges: list[tuple[int, int]], low: int, high: int) -> None:
-    """Add a range, joined to the last one where it follows it without a gap."""
+    """Add a range, merging it with the last one if there is no gap."""
     if ranges and ranges[-1][1] == low:
         ranges[-1] = (ranges[-1][0], high)
     else:

@@ -1,9 +1,9 @@
-"""Share items out over ranks by cost: among their holders, and beyond where that is worth it.
+"""Balance items over ranks by cost: among their holders, and on other ranks where that pays.
 
-Work is over when the busiest rank's is, and the ranks that hold an item may all be busy: a data-parallel rank whose
-shards lie in the most expensive weights has nobody but its neighbours to share them with. An item may go to a rank that
-does not hold it, which costs traffic, so that is done only where a rank has more than `TOLERANCE` times the work of the
-best possible assignment, and only with items that the caller calls movable.
+Work ends when the busiest rank is done, and all holders of an item may be busy: a data-parallel rank whose shards lie
+in the most expensive weights can share them only with its neighbours. Moving an item to a rank that does not hold it
+costs traffic, so that is done only if some rank has more than `TOLERANCE` times the work of the best possible
+assignment, and only for items that the caller declares movable.
 
 Integer arithmetic, the same on every rank.
 """
@@ -15,21 +15,21 @@ from fractions import Fraction
 from itertools import accumulate
 
 Block = tuple[str, int]
-"""An item to share out: the key of its weight and its number within it."""
+"""Item to assign: the key of its weight and its index within the weight."""
 
 TOLERANCE = Fraction(6, 5)
-"""Work of the busiest rank, over the best possible, at which no item is moved."""
+"""Largest ratio of the busiest rank's work to the best possible at which no item is moved."""
 
 
 def best_possible(costs: Sequence[int], ranks: int) -> Fraction:
-    """Bound from below what the busiest rank does when whole items are shared out over `ranks` ranks.
+    """Compute a lower bound on the busiest rank's work when whole items are assigned to `ranks` ranks.
 
-    That is the mean, or the most expensive item, or more: of the `k ranks + 1` most expensive items, some rank has at
-    least `k + 1`, which cost no less than the cheapest `k + 1` of them.
+    The bound is at least the mean and the most expensive item: of the `k ranks + 1` most expensive items, some rank has
+    at least `k + 1`, which cost no less than the cheapest `k + 1` of them.
 
     Args:
-        costs: of every item.
-        ranks: over which they are shared out.
+        costs: cost of every item.
+        ranks: number of ranks.
     """
     descending = sorted(costs, reverse=True)
     sums = [0, *accumulate(descending)]
@@ -46,10 +46,10 @@ def share(
 ) -> dict[Block, int]:
     """Choose the owner of every item.
 
-    The most expensive items go first, each to its least busy holder, on a tie to the lowest rank. Then ranks with too
-    much to do are relieved. Where that does not bring the busiest within `TOLERANCE` of the best possible, it is done
-    again from a start in which a movable item whose holders have no room left goes to the least busy rank of all:
-    cheap items then leave room for expensive ones.
+    Items are assigned in descending order of cost, each to its least busy holder, and ties go to the lowest rank.
+    Overloaded ranks are then relieved. If that does not bring the busiest within `TOLERANCE` of the best possible, the
+    assignment is repeated with a different start: a movable item whose holders have no room left goes to the least busy
+    rank of all, so cheap items leave room for expensive ones.
 
     Args:
         holders: the ranks that hold a part of each item.
@@ -69,11 +69,11 @@ def share(
 
 
 class _Assignment:
-    """Owners so far, and the work that each rank has with them.
+    """Partial assignment of owners, and the resulting work of each rank.
 
     Args:
         holders, costs, ranks, movable: as for `share`.
-        limit: work above which a rank has too much.
+        limit: work above which a rank is overloaded.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class _Assignment:
         self.owner_of: dict[Block, int] = {}
         self.owned: list[list[Block]] = [[] for _ in range(ranks)]
         self.load = [0] * ranks
-        # Entries whose load is no longer the rank's are passed over.
+        # Heap entries with an outdated load are skipped.
         self._idlest = [(0, rank) for rank in range(ranks)]
         self._busiest = self._idlest.copy()
 
     def place(self, *, roaming: bool) -> None:
-        """Give every item an owner: a holder or, if `roaming`, any rank where the holders have no room left."""
+        """Assign every item to a holder or, if `roaming` and the holders have no room left, to any rank."""
         for item in sorted(self.holders, key=lambda item: (-self.costs[item[0]], item)):
             owner = self._least_busy_holder(item)
             if roaming and item[0] in self.movable and not self._has_room(owner, item, self.limit):
@@ -101,10 +101,10 @@ class _Assignment:
             self._give(item, owner)
 
     def relieve(self) -> bool:
-        """Let the busiest rank give items away while it has too much and that helps; return whether none has too much.
+        """Move items off the busiest rank while it is overloaded and that helps; return whether none is overloaded.
 
-        It gives the cheapest item that brings it below the limit, or else the most expensive, to a holder with room if
-        there is one, which costs nothing, or else to the least busy rank. So few items move.
+        To move few items, it gives away the cheapest item that brings it below the limit, or else the most expensive.
+        The item goes to a holder with room if there is one, which costs nothing, or else to the least busy rank.
         """
         while self.load[source := self._busiest_rank()] > self.limit:
             move = self._best_move(source)
@@ -125,7 +125,7 @@ class _Assignment:
             return not enough, cost if enough else -cost, item
 
         in_order = sorted(self.owned[source], key=preference)
-        for most in (self.limit, self.load[source] - 1):  # if none of them then stays below the limit, it still helps
+        for most in (self.limit, self.load[source] - 1):  # if nothing fits below the limit, any relief helps
             for item in in_order:
                 holder = self._least_busy_holder(item)
                 if self._has_room(holder, item, most):

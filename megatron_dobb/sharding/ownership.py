@@ -1,11 +1,11 @@
 """Decide which rank owns each block, and list the blocks that owners and holders send each other.
 
-A rank holds the blocks that its shards touch. Among the ranks that hold a block, one is its owner, which does the
-block's work. Only where that leaves a rank with much more work than others does a rank own a block that it does not
-hold, see `load_balancing.share`. All of this is arithmetic on what each rank holds, so every rank of a group finds the
-same answer without a message, in time proportional to that.
+A rank holds the blocks that its shards touch. One of a block's holders is its owner, which does the block's work. A
+rank owns a block that it does not hold only if some rank would otherwise have much more work than the others; see
+`load_balancing.share`. All of this is arithmetic on the holdings of every rank, so all ranks of a group get the same
+result without communication, in time proportional to the holdings.
 
-Nothing here imports torch: plans and tests of thousands of ranks run it as it is.
+Nothing here imports torch, so plans and tests for thousands of ranks can use it directly.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -18,7 +18,7 @@ from .flat_redistribution import FlatRedistribution
 from .load_balancing import Block, best_possible, share
 
 Holdings = Sequence[Mapping[str, Collection[int]]]
-"""For every rank of a group, the blocks of each weight of which it holds at least one row."""
+"""Blocks of each weight with at least one row on a rank, for every rank of a group."""
 
 
 def assign(holdings: Holdings, costs: Mapping[str, int], *, movable: Container[str] = ()) -> dict[str, tuple[int, ...]]:
@@ -73,21 +73,21 @@ class Ownership:
         )
 
     def held_by(self, rank: int) -> tuple[Block, ...]:
-        """The blocks of whose weights `rank` holds a row: those whose result it needs."""
+        """List the blocks with a row on `rank`, which needs their results."""
         return tuple(sorted((key, block) for key, blocks in self.holdings[rank].items() for block in blocks))
 
     def owned_by(self, rank: int) -> tuple[Block, ...]:
-        """The blocks that `rank` works on."""
+        """List the blocks that `rank` works on."""
         return tuple(self._owned[rank])
 
     def kept_by(self, rank: int) -> tuple[Block, ...]:
-        """All blocks that `rank` holds, then those that it owns without holding them."""
+        """List all blocks that `rank` holds, followed by those that it owns without holding them."""
         held = self.held_by(rank)
         inside = frozenset(held)
         return (*held, *(block for block in self._owned[rank] if block not in inside))
 
     def moved(self) -> tuple[Block, ...]:
-        """The blocks whose owner does not hold them."""
+        """List the blocks whose owner does not hold them."""
         return tuple(
             (key, number)
             for key, ranks in sorted(self.owners.items())
@@ -96,17 +96,17 @@ class Ownership:
         )
 
     def owner(self, block: Block) -> int:
-        """The rank that owns a block."""
+        """Return the rank that owns a block."""
         return self.owners[block[0]][block[1]]
 
     def sends(self, source: int, destination: int) -> tuple[Block, ...]:
-        """The blocks whose result `source` sends to `destination`."""
+        """List the blocks whose results `source` sends to `destination`."""
         if source == destination:
             return ()
         return tuple(block for block in self.held_by(destination) if self.owner(block) == source)
 
     def result_sends(self, rank: int) -> list[tuple[Block, ...]]:
-        """For every destination, the blocks whose result `rank` sends there."""
+        """List, for every destination, the blocks whose results `rank` sends there."""
         row: list[list[Block]] = [[] for _ in self.holdings]
         for block in self.owned_by(rank):
             for holder in self._holders[block]:
@@ -115,7 +115,7 @@ class Ownership:
         return [tuple(blocks) for blocks in row]
 
     def result_receives(self, rank: int) -> list[tuple[Block, ...]]:
-        """For every source, the blocks whose result it sends to `rank`."""
+        """List, for every source, the blocks whose results it sends to `rank`."""
         row: list[list[Block]] = [[] for _ in self.holdings]
         for block in self.held_by(rank):
             if self.owner(block) != rank:
@@ -123,7 +123,7 @@ class Ownership:
         return [tuple(blocks) for blocks in row]
 
     def work(self) -> list[int]:
-        """Work of every rank, in the unit of `costs`."""
+        """Compute the work of every rank, in the unit of `costs`."""
         total = [0] * len(self.holdings)
         for key, ranks in self.owners.items():
             for rank in ranks:
@@ -132,9 +132,9 @@ class Ownership:
 
     @cached_property
     def cuts(self) -> frozenset[Block]:
-        """The blocks at which what some rank keeps of a weight begins, or ends just before.
+        """First blocks, and ends (exclusive), of the runs of consecutive blocks that ranks keep.
 
-        Between two of them, a rank keeps all blocks or none.
+        Between two cuts, a rank keeps all blocks or none.
         """
         cuts = set(self.moved()) | {(key, number + 1) for key, number in self.moved()}
         for held in self.holdings:
@@ -145,7 +145,7 @@ class Ownership:
         return frozenset(cuts)
 
     def to_owners(self, elements: Mapping[str, int], per_key: int) -> FlatRedistribution:
-        """Route a flat buffer to owners: every block to its own, then one entry per weight to all owners of its blocks.
+        """Route a flat buffer to owners: each block to its owner, then an entry per weight to all its blocks' owners.
 
         Args:
             elements: elements of one block of every key.
@@ -173,7 +173,7 @@ def imbalance(parts: Sequence[Ownership]) -> float:
     """Divide the work of the busiest rank by the best possible; 1 is perfect.
 
     Args:
-        parts: all that one group of ranks shares out.
+        parts: every ownership of one group of ranks.
     """
     costs = [part.costs[key] for part in parts for key, ranks in part.owners.items() for _ in ranks]
     loads = [sum(of_rank) for of_rank in zip(*(part.work() for part in parts), strict=True)]
@@ -181,7 +181,7 @@ def imbalance(parts: Sequence[Ownership]) -> float:
 
 
 def _holders(holdings: Holdings) -> dict[Block, list[int]]:
-    """For every held block, the ranks that hold it, ascending."""
+    """List, in ascending order, the ranks that hold each held block."""
     holders: dict[Block, list[int]] = {}
     for rank, held in enumerate(holdings):
         for key, blocks in held.items():

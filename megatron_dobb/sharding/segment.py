@@ -11,18 +11,18 @@ from .shard import Shard
 
 @dataclass
 class Segment:
-    """A flat shard of one managed weight and all that its update touches.
+    """Flat shard of one managed weight and everything that its update touches.
 
     Attributes:
         name: the weight's name.
         shard: the range, in whole blocks.
         rows: the weight's **global** number of rows, `m`.
         columns: its **global** number of columns, `n`.
-        weight: the shard of the weight, `[shard.numel]`; the fp32 master where there is one.
+        weight: the shard of the weight, `[shard.numel]`; the fp32 master if there is one.
         momentum: `M`, `[shard.numel]` fp32.
         basis: bases of `shard.held_blocks()`, `[held, b, b]`, in that order; None for the momentum's own entries.
         output_side: whether the blocks run over the output axis. `weight` and `momentum` then hold whole row blocks
-            `[k b, n]` (or a column slice of them), row-major, and `shard` is that of their transpose.
+            `[k b, n]` (or a column slice of them), row-major, and `shard` describes their transpose.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Segment:
         return self.columns if self.output_side else self.rows
 
     def turned(self) -> "Segment":
-        """The same piece as blocks over the input axis: of an output side's, a transposed copy."""
+        """Return the segment with blocks over the input axis: a transposed copy if it is output-side, else itself."""
         if not self.output_side:
             return self
         return replace(
@@ -53,10 +53,10 @@ class Segment:
         )
 
     def turn(self, flat: Tensor) -> Tensor:
-        """A flat tensor of this piece in the order of `shard`: transposed, on the output side, and then a copy."""
+        """Put a flat tensor of this segment in the order of `shard`: a transposed copy if it is output-side."""
         if not self.output_side:
             return flat
-        # One row or one column transposes to itself, which contiguous() or reshape() would give back uncopied.
+        # Transposing a single row or column leaves it contiguous, so contiguous() or reshape() would not copy it.
         return flat.view(self.shard.columns, -1).t().clone(memory_format=torch.contiguous_format).view(-1)
 
     def turn_back(self, flat: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ class Segment:
         return flat.view(-1, self.shard.columns).t().reshape(-1) if self.output_side else flat
 
     def take_back(self, turned: "Segment") -> None:
-        """Write the weight and the momentum of a turned copy back to their places."""
+        """Copy the weight and momentum of a turned copy back into this segment."""
         for mine, other in ((self.weight, turned.weight), (self.momentum, turned.momentum)):
             mine.view(self.shard.columns, -1).copy_(other.view(-1, self.shard.columns).t())
 
     def rectangles(self) -> Iterator[tuple[tuple[int, int, int], slice]]:
-        """For every piece of the shard: its offset, rows and blocks, and the place of these among the held ones."""
+        """Yield the offset, rows and blocks of each piece, and the slice of its blocks among the held ones."""
         place = {block: i for i, block in enumerate(self.shard.held_blocks())}
         for piece in self.shard.pieces():
             first = place[piece.first_block]

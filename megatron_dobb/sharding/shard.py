@@ -13,7 +13,7 @@ from ..errors import BlockError
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle inside a flat shard: `rows` full runs of the blocks `first_block .. first_block + blocks`.
+    """Rectangle inside a flat shard: `rows` full runs of the blocks `first_block .. first_block + blocks`.
 
     `offset` is the rectangle's first element, relative to the shard's start. The rectangle is contiguous.
     """
@@ -26,7 +26,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """The flat, row-major range `[start, end)` of a weight with `columns` columns in blocks of `width`.
+    """Flat, row-major range `[start, end)` of a weight with `columns` columns in blocks of `width`.
 
     Raises:
         BlockError: if a bound of the range lies inside a block.
@@ -57,7 +57,7 @@ class Shard:
         return self.columns // self.width
 
     def pieces(self) -> Iterator[Piece]:
-        """The at most three rectangles of the shard: a partial first row, whole rows, a partial last row."""
+        """Yield the shard's rectangles, at most three: a partial first row, whole rows, a partial last row."""
         per_row = self.blocks_per_row
         chunk, last = self.start // self.width, self.end // self.width
         while chunk < last:
@@ -68,7 +68,7 @@ class Shard:
             chunk += rows * blocks
 
     def held_blocks(self) -> tuple[int, ...]:
-        """The blocks, in ascending order, of which the shard holds at least one row."""
+        """List, in ascending order, the blocks with at least one row in the shard."""
         held: set[int] = set()
         for piece in self.pieces():
             held.update(range(piece.first_block, piece.first_block + piece.blocks))

@@ -1,4 +1,4 @@
-"""Share Dobb's blocks out over ranks: the work of refreshing one, and what travels to its owner and holders."""
+"""Assign Dobb's blocks to ranks, by the work of refreshing a block and the traffic to its owner and holders."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ REFRESH_FLOPS = 14
 matrix, 1/3 for the factor and 1 for the triangular solve; 2 for the check. Householder QR takes 9, at a lower rate."""
 
 FLOPS_PER_SECOND = 13 * 10**12
-"""A fifth of the 67 TFLOP/s in fp32 of NVIDIA's data sheet for an H100 or H200: an assumption, not a measurement."""
+"""Assumed, not measured: a fifth of the 67 TFLOP/s in fp32 on NVIDIA's data sheet for the H100 and H200."""
 
 BASIS_BYTES_PER_ELEMENT = 2
 """A basis in bf16."""
@@ -30,10 +30,10 @@ def work(width: int) -> int:
 
 
 def is_worth_moving(width: int) -> bool:
-    """Whether a block takes longer to refresh than its basis takes to send once more: from a width of 38 on.
+    """Return whether refreshing a block takes longer than sending its basis once more: from width 38 on.
 
-    A block whose owner holds it is sent to all other holders; one that was moved is sent to that one too. The moment
-    goes to another rank instead, which costs nothing.
+    An owner that holds its block sends the basis to all other holders; a moved block costs one more message. The moment
+    only goes to a different rank, at no extra cost.
     """
     refreshing = Fraction(REFRESH_FLOPS * work(width), FLOPS_PER_SECOND)
     sending = Fraction(BASIS_BYTES_PER_ELEMENT * width**2, BYTES_PER_SECOND)
@@ -41,13 +41,13 @@ def is_worth_moving(width: int) -> bool:
 
 
 def triangle(width: int) -> int:
-    """Elements of a symmetric block that travel."""
+    """Number of elements communicated for a symmetric block."""
     return width * (width + 1) // 2
 
 
 @dataclass(frozen=True)
 class BlockOwnership(Ownership):
-    """Owners of blocks, who keep their moments and refresh their bases, and holders, who need the bases.
+    """Owners, which store moments and refresh bases, and holders, which need the bases.
 
     Attributes:
         widths: block width of every key.
@@ -71,11 +71,11 @@ class BlockOwnership(Ownership):
         return cls(holdings, costs, assign(holdings, costs, movable=movable), widths)
 
     def elements(self, blocks: Collection[Block]) -> int:
-        """Elements in the `b x b` matrices of some blocks: of moments where owned, of bases where held."""
+        """Count elements in the `b x b` matrices of some blocks: moments if owned, bases if held."""
         return sum(self.widths[key] ** 2 for key, _ in blocks)
 
     def moment_route(self, count_terms: int = 1) -> FlatRedistribution:
-        """Route the sums of all ranks: every block's triangle, each weight's token count in `count_terms` numbers."""
+        """Route the sums of all ranks: each block's triangle, each weight's token count as `count_terms` numbers."""
         if count_terms not in self._moment_routes:
             triangles = {key: triangle(width) for key, width in self.widths.items()}
             self._moment_routes[count_terms] = self.to_owners(triangles, count_terms)

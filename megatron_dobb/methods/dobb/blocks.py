@@ -20,7 +20,7 @@ def block_width(
     side: str = "input",
     pattern: str | None = None,
 ) -> int:
-    """Width of the blocks of one weight, the same on every parallel layout.
+    """Compute the block width of one weight, the same on every parallel layout.
 
     Args:
         name: the weight's name, for the message of an error.
@@ -29,7 +29,7 @@ def block_width(
         width: columns in one block (`--dobb-block-width`).
         column_shards: number of tensor-parallel ranks that share the columns (1 unless row-parallel).
         side: which features they are, `input` or `output`, for the message of an error.
-        pattern: of `--dobb-blocks-for`, if that asks for `blocks`, for the message of an error.
+        pattern: the pattern in `--dobb-blocks-for` that set `blocks`, if any, for error messages.
 
     Raises:
         BlockError: if the blocks do not divide the columns, or a block would span two tensor-parallel ranks.

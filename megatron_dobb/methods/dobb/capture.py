@@ -1,4 +1,4 @@
-"""Second-moment sums of a model's activations, or of their gradients, taken by hooks on refresh steps."""
+"""Capture second-moment sums of a model's activations, or of their gradients, with hooks on refresh steps."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,7 +16,7 @@ _NOT_TRACED = "Dobb takes its second moments here on refresh steps: use torch.co
 
 @dataclass(frozen=True)
 class Source:
-    """A layer at which the input activations of one managed weight, or the gradients of its outputs, can be seen.
+    """Layer at which to capture one managed weight's input activations or output gradients.
 
     Attributes:
         key: the weight's name.
@@ -25,8 +25,8 @@ class Source:
         activation: returns the tensor that multiplies the weight, `[..., n]`, from a forward call's arguments; with
             `of_gradient` the layer's output, `[..., m]`, from what the call returned.
         sequence_dim: the dimension of that tensor that counts sequences; with `batch`, of that module's input.
-        batch: a module around this one that is given whole sequences, where this one sees only tokens in another
-            order (an expert). They cannot be told apart by sequence: whole micro-batches are taken.
+        batch: an enclosing module that receives whole sequences, if this one receives only reordered tokens (an
+            expert). Its tokens cannot be separated by sequence, so whole micro-batches are captured.
         of_gradient: whether the gradient of the output is summed, when the backward pass reaches it.
     """
 
@@ -43,8 +43,8 @@ class Source:
 class MomentSum:
     """`sum_tokens x_j x_j^T`, `[blocks, b, b]` fp32 or None before the first token, and the number of tokens.
 
-    `calls` counts the forward calls that could have been taken, whether they had tokens among the captured sequences
-    or not: with none at all, nobody knows what multiplied the weight.
+    `calls` counts the forward calls that could have been captured, with or without tokens among the captured sequences;
+    without any call, the weight's inputs are unknown.
     """
 
     total: Tensor | None = None
@@ -53,7 +53,7 @@ class MomentSum:
 
 
 def scale_sums(sums: Iterable[MomentSum], factor: float) -> None:
-    """Make of the sums, in place, what they would be of `factor` times the tensors that were summed."""
+    """Rescale the sums in place, as if the summed tensors had been multiplied by `factor`."""
     for entry in sums:
         if entry.total is not None:
             entry.total *= factor**2
@@ -76,10 +76,10 @@ class Capture:
         ranks: number of data-parallel ranks that hold different sequences.
         default_to_first: with `sequences` None, settle it at the first captured micro-batch as one micro-batch of
             every rank.
-        backend: what computes the sums, see `ops.gram_`.
+        backend: backend that computes the sums; see `ops.gram_`.
         on_complete: called on an armed step at the end of the forward call after which no rank takes anything more.
-        microbatches: how many micro-batches a step has on each rank, None if nobody knows; only asked when all
-            sequences are taken.
+        microbatches: number of micro-batches per step on each rank, None if unknown; used only when all sequences are
+            taken.
         counting: whether the root's current forward call is a micro-batch; None outside of such calls.
         batches: how many sequences the `batch` modules of the sources were last given.
         keys: the sources that this step captures; None for all.
@@ -87,7 +87,7 @@ class Capture:
     """
 
     style: ClassVar[Style] = Style.FLAG
-    """Form in which errors name settings."""
+    """Style in which errors name settings."""
 
     root: nn.Module
     sources: Iterable[Source]
@@ -113,7 +113,7 @@ class Capture:
             self.root.register_forward_pre_hook(_Hook(self, self._enter), with_kwargs=True),
             self.root.register_forward_hook(_Hook(self, self._leave), always_call=True),
         ]
-        # One hook for a module, however many weights it has: hooks cost time on every step.
+        # One hook per module, however many weights it has: hooks cost time on every step.
         of_module: dict[nn.Module, list[Source]] = {}
         batches: dict[nn.Module, int] = {}
         for source in self.sources:
@@ -128,11 +128,11 @@ class Capture:
         self.begin(armed=False)
 
     def begin(self, armed: bool, keys: Collection[str] | None = None) -> None:
-        """Start a step, or start it again: forget what was captured and count micro-batches from zero.
+        """Start or restart a step: discard captured sums and count micro-batches from zero.
 
         Args:
             armed: whether to capture.
-            keys: of which sources; None for all.
+            keys: keys of the sources to capture; None for all.
         """
         self.armed, self.keys = armed, keys
         self.microbatch = -1
@@ -141,25 +141,25 @@ class Capture:
         self.batches = {}
 
     def take(self) -> dict[str, MomentSum]:
-        """Hand over the sums of this step and disarm."""
+        """Return the sums of this step and disarm."""
         sums = self.sums
         self.begin(armed=False)
         return sums
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     def taken(self, sequences: int) -> int:
-        """How many of this rank's current micro-batch of `sequences` sequences to take."""
+        """Count the sequences to capture in this rank's current micro-batch of `sequences` sequences."""
         wanted = self._wanted(sequences)
         first = (max(self.microbatch, 0) * self.ranks + self.rank) * sequences
         return sequences if wanted is None else min(max(wanted - first, 0), sequences)
 
     def takes_any(self, sequences: int) -> bool:
-        """Whether any rank takes something of the current micro-batch, of `sequences` sequences on each of them."""
+        """Return whether any rank captures part of the current micro-batch, with `sequences` sequences per rank."""
         wanted = self._wanted(sequences)
         return wanted is None or max(self.microbatch, 0) * self.ranks * sequences < wanted
 
@@ -167,7 +167,7 @@ class Capture:
         return self.sequences is None and not self.default_to_first
 
     def _is_complete(self) -> bool:
-        """Whether no rank takes anything of the micro-batches after this one."""
+        """Return whether no rank captures any later micro-batch."""
         following = self.microbatch + 1
         if self._takes_all():
             total = self.microbatches()
@@ -176,7 +176,7 @@ class Capture:
         return wanted is not None and following * self.ranks * (self._seen or 0) >= wanted
 
     def _wanted(self, sequences: int) -> int | None:
-        """How many sequences of a global batch to take, None for all, once micro-batches have `sequences`."""
+        """Compute the sequences to capture per global batch, None for all, for micro-batches of `sequences`."""
         self._seen = sequences
         if self.sequences is None and self.default_to_first and sequences:
             self.sequences = sequences * self.ranks
@@ -242,7 +242,7 @@ class Capture:
         return self.takes_any(self.batches[batch])
 
     def _await_gradient(self, source: Source, output: Tensor) -> None:
-        """Sum the gradient of a layer's output once the backward pass has it, for the step that this call is of."""
+        """Sum the gradient of a layer's output when the backward pass computes it, for the step of this call."""
         if not output.requires_grad:
             raise CaptureError(
                 "autograd does not follow the output of its layer, so {source:output-gradient} sees nothing of it",
@@ -263,7 +263,7 @@ class Capture:
         output.register_hook(add)
 
     def _taken_part(self, source: Source, x: Tensor) -> Tensor:
-        """The captured sequences of a layer's input or output."""
+        """Select the captured sequences of a layer's input or output."""
         if source.batch is not None:
             return x
         if x.ndim < source.sequence_dim + 2:
@@ -287,11 +287,11 @@ class Capture:
 
 
 class _Hook:
-    """A hook that acts on the steps for which its capture is armed; torch.compile traces nothing of it.
+    """Hook that acts only on steps for which its capture is armed; torch.compile does not trace it.
 
-    What torch.compile had traced before the hook was there never runs it.
+    Code that torch.compile traced before the hook was registered never runs it.
 
-    It belongs to one model: a copy of the model, or what is unpickled from it, has one that never does anything.
+    It belongs to one model: in a copied or unpickled model, the hook does nothing.
     """
 
     def __init__(self, capture: Capture | None = None, call: Callable[..., None] | None = None) -> None:
@@ -311,10 +311,10 @@ class _Hook:
 
 
 def _batched(x: Tensor) -> Tensor:
-    """A layer's output, or its gradient, with a dimension for sequences."""
+    """View a layer's output, or its gradient, with a sequence dimension."""
     return x if x.ndim > 1 else x[None]
 
 
 def _in_backward() -> bool:
-    """Whether autograd is running, so that a forward call is an activation recompute and was captured before."""
+    """Return whether autograd is running: a forward call is then an activation recompute, already captured."""
     return torch._C._current_graph_task_id() != -1

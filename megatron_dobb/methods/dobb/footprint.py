@@ -1,5 +1,5 @@
-"""Bytes of Dobb's state and of one refresh, on every rank of a group: what a run prints at its start, and what
-`tools/plan.py` says of runs that nobody has started.
+"""Bytes of Dobb's state and of one refresh on every rank of a group, printed by a run at startup and by
+`tools/plan.py` for planned runs.
 
 Everything follows from who holds and who owns which block. Nothing here imports torch or Megatron.
 """
@@ -11,22 +11,22 @@ from itertools import repeat
 from .block_ownership import BlockOwnership, triangle
 
 MOMENTUM_BYTES = 4
-"""Of one element of the momentum, which is fp32 whatever the weight is."""
+"""Bytes per element of the momentum, which is fp32 for weights of any dtype."""
 
 SUM_BYTES = 4
-"""Of one element of the captured sums and of what is reduced of them."""
+"""Bytes per element of the captured and the reduced sums."""
 
 COUNT_TERMS = {4: 1, 2: 3}
-"""As a sum of how many numbers, of so many bytes each, a count of tokens travels: up to 2^24 exactly in each case."""
+"""Terms per token count on the wire, by bytes per number; exact up to 2^24 in each case."""
 
 BATCH_BYTES = 2**26
-"""Of the fp32 moments that are refreshed in one call; it makes a few copies of them for a moment."""
+"""Bytes of the fp32 moments refreshed in one call, which briefly makes a few copies of them."""
 
 INDEX_BYTES = 8
-"""Of one element of an index tensor, int64."""
+"""Bytes per element of an int64 index tensor."""
 
 COUNTS_BYTES = 12
-"""In front of every message of bases: three int32, the kept and the fallback blocks and the number of a weight."""
+"""Bytes of the header of every basis message: three int32, for kept blocks, fallback blocks and a weight's number."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RankCosts:
     counts: int = 0
 
     def __add__(self, other: "RankCosts") -> "RankCosts":
-        """Of several groups together."""
+        """Add up several groups."""
         return RankCosts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(RankCosts)))
 
     @property
@@ -88,7 +88,7 @@ class WidthCosts:
         weights: how many there are.
         blocks: of all weights together.
         owned, held, both: blocks on each rank.
-        owned_weights: weights of which a rank owns a block.
+        owned_weights: weights with a block that the rank owns.
         sent, received: bases.
         counts_at: token counts that a rank sends on to owners.
     """
@@ -124,11 +124,11 @@ class WidthCosts:
 
     @property
     def count_terms(self) -> int:
-        """Numbers as whose sum a count of tokens travels."""
+        """Terms per token count on the wire."""
         return COUNT_TERMS[self.transport_bytes]
 
     def counted(self, rank: int) -> tuple[int, ...]:
-        """All that the costs of a rank depend on; in a large group most ranks are like others."""
+        """Return everything that a rank's costs depend on; in a large group most ranks share it with others."""
         return (
             *(self.owned[rank], self.held[rank], self.both[rank], self.owned_weights[rank]),
             *(self.sent[rank], self.received[rank]),
@@ -136,7 +136,7 @@ class WidthCosts:
         )
 
     def of(self, rank: int) -> RankCosts:
-        """Bytes on a rank of the group; one that is alone in it communicates nothing."""
+        """Compute the bytes on a rank of the group; a group of one rank communicates nothing."""
         owned, held, both, owned_weights, sent, received, sent_on = self.counted(rank)
         moment, basis = self.moment_bytes * self.width**2, self.basis_bytes * self.width**2
         sums = SUM_BYTES * self.width**2 * self.blocks
@@ -154,7 +154,7 @@ class WidthCosts:
 
 
 def blocks_at_a_time(width: int) -> int:
-    """How many blocks are refreshed in one call: enough to fill a device, and few enough for its memory."""
+    """Choose the number of blocks refreshed per call: enough to fill a device, few enough to fit its memory."""
     return max(1, BATCH_BYTES // (SUM_BYTES * width**2))
 
 
@@ -194,15 +194,15 @@ class Transient:
 
 
 def transient_peak(chunks: Sequence[Sequence[Transient]], *, reduced_first: bool = False) -> int:
-    """The most bytes that a refresh step takes at once besides the state, on one rank.
+    """Compute the peak bytes of a refresh step on one rank, without the state.
 
     Captured sums are there first. Group by group they become triangles, which travel, and are squares again, a batch of
     blocks at a time, when they enter the moments.
 
     Args:
         chunks: the groups of each model chunk, in the order in which they are refreshed.
-        reduced_first: whether all groups of a chunk are reduced before the first is renewed, as where the program's
-            thread makes the collectives. The chunks before may then still be at work.
+        reduced_first: whether all groups of a chunk are reduced before the first is renewed, as when the main thread
+            runs the collectives. Earlier chunks may then still be refreshing.
     """
     left = peak = sum(group.sums for groups in chunks for group in groups)
     before = 0  # what chunks that may be at work have received, and renew

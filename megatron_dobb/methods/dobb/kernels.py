@@ -1,6 +1,6 @@
-"""Run Dobb's update, moment sums and refreshes: by the compiled extension where it is there, else in plain PyTorch.
+"""Run Dobb's update, moment sums and refreshes in the compiled extension if available, else in plain PyTorch.
 
-The one door to the method's operators in csrc.
+This is the only module that calls the method's operators in csrc.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def update(
     copies: Sequence[Tensor | None] | None = None,
     column_scales: Sequence[Tensor] | None = None,
 ) -> Pending:
-    """One step of every segment, in place: `reference.update`, fused where the extension allows.
+    """Update every segment in place by one step: `reference.update`, fused if the extension allows.
 
     Args:
         segments: what to update.
@@ -65,7 +65,7 @@ def update(
             instead of taking their sign.
 
     Returns:
-        What `check` must look at before the next step, on devices that run behind the host. Nothing on a CPU.
+        Counts that `check` must inspect before the next step, on devices that run asynchronously; empty on a CPU.
 
     Raises:
         NonFiniteError: if coefficients on a CPU are not finite, which `numerics.finite.check_finite` does not rule out:
@@ -255,7 +255,7 @@ def _basis(segment: Segment) -> Tensor:
 
 
 def _takes(segment: Segment, backend: Backend) -> bool:
-    """Whether the extension updates a segment. Without a basis there is nothing to fuse."""
+    """Return whether the extension updates a segment; without a basis there is nothing to fuse."""
     if segment.basis is None or not dispatch.chooses_extension(segment.weight.device.type, backend):
         return False
     supported = segment.weight.dtype == torch.float32

@@ -20,7 +20,7 @@ METRICS = (
     *("update_rms", "orthogonality", "update_effective_rank"),
     *("basis_residual", "moment_effective_rank", "refresh_rotation"),
 )
-"""The figures of a weight, in the order of the log."""
+"""Metrics of a weight, in log order."""
 
 SPECTRA_AT_ONCE = 2
 """Weights whose update's singular values are computed in one log, where the user names none."""
@@ -105,7 +105,7 @@ class Sums:
     update_rank: float = math.nan
 
     def add(self, other: "Sums") -> None:
-        """Add what other parts of the weight say."""
+        """Add the sums of other parts of the weight."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             whole = each.name in ("orthogonality", "update_rank")
@@ -163,7 +163,7 @@ def sums_of_rotation(before: Tensor, after: Tensor) -> Sums:
 
 
 def metrics(sums: Sums) -> dict[str, float]:
-    """The figures of one weight from the sums of all its parts; what nothing is known of is left out.
+    """Compute the metrics of one weight from the sums of all its parts; omit those without data.
 
     * `update_rms`: root mean square of the entries of `s O`, `tau sqrt(max(m, n) / m)` times the root of the fraction
       of coefficients that are not zero (paper, Table 9).

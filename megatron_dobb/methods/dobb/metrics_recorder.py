@@ -1,4 +1,4 @@
-"""Collects what `diagnostics` says of one log while an optimizer steps, and nothing on any other step."""
+"""Collect the metrics of one log while an optimizer steps, and nothing on steps that are not logged."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,14 +13,14 @@ from .metrics import Sums
 from .settings import DobbConfig
 
 BlocksOf = Callable[[], Iterable[tuple[Sequence[Block], Tensor]]]
-"""Gives blocks and copies of their bases `[k, b, b]`, in the same order every time."""
+"""Function that returns blocks and copies of their bases `[k, b, b]`, in the same order every time."""
 
 Sink = Callable[[int, dict[str, float]], object]
-"""Receives the number of a step, from 1, and the figures of its log."""
+"""Function that receives the number of a step, from 1, and the metrics of its log."""
 
 
 class Observer:
-    """Collect this process's part of the coming log. It changes nothing, and holds tensors only in a call.
+    """Collect this process's part of the next log. It changes nothing, and keeps tensors only during a call.
 
     Args:
         config: the settings; with `log_diagnostics_interval` 0 there is no log.
@@ -34,7 +34,7 @@ class Observer:
         self._last_refresh: dict[str, Sums] = {}
 
     def is_due(self, step: int) -> bool:
-        """Whether `step`, counted from 1, is logged."""
+        """Return whether `step`, counted from 1, is logged."""
         return self.interval > 0 and step % self.interval == 0
 
     def spectra(self, names: Iterable[str], step: int) -> list[str]:
@@ -57,12 +57,12 @@ class Observer:
         self._last_refresh.update(found)
 
     def add_moments(self, blocks: Sequence[Block], moment: Tensor, basis: Tensor) -> None:
-        """Take in the moments and bases `[k, b, b]` of some blocks."""
+        """Record the moments and bases `[k, b, b]` of some blocks."""
         for name, places in self._weights_among(blocks):
             self._add(self._step, name, metrics.sums_of_moment(moment[places], basis[places]))
 
     def add_update(self, segment: Segment, gradient: Tensor, column_scales: Tensor | None) -> Tensor | None:
-        """Take in the update that a segment has just had.
+        """Record a segment's latest update.
 
         Returns:
             Its direction, see `diagnostics.update_direction`; None if the weight is not to be logged.
@@ -80,11 +80,11 @@ class Observer:
         return update
 
     def add_spectrum(self, name: str, update: Tensor) -> None:
-        """Take in the direction of a whole update, `[m, n]`."""
+        """Record the direction of a whole update, `[m, n]`."""
         self._add(self._step, name, metrics.sums_of_spectrum(update))
 
     def take(self) -> dict[str, Sums]:
-        """Hand over the sums of this log. Those of the last refresh stay, until the next one."""
+        """Return the sums of this log. Those of the last refresh stay until the next one."""
         step, self._step = self._step, {}
         return metrics.merge((step, self._last_refresh))
 

@@ -20,7 +20,7 @@ narrow blocks add token by token, whose rounding would otherwise reach 1e-5 of a
 
 
 class RefreshBasis(Protocol):
-    """`orthogonalize.refresh_basis`, or what computes the same."""
+    """Signature of `orthogonalize.refresh_basis` and of equivalent functions."""
 
     def __call__(self, moment: Tensor, basis: Tensor, *, method: Method, iterations: int) -> RefreshedBasis: ...
 
@@ -126,14 +126,14 @@ def refresh_(
         beta: see `fold`.
         method: see `refresh_basis`.
         iterations: see `refresh_basis`.
-        orthogonalize: what computes the new bases: plain PyTorch, or `ops.refresh_basis`.
+        orthogonalize: function that computes the new bases: plain PyTorch, or `ops.refresh_basis`.
 
     Raises:
         ConfigError: from `refresh_basis`.
     """
     accepted = fold(moment, total, tokens, beta=beta)
     chosen = accepted[:, None, None]
-    # Kept blocks are computed with the rest, whatever they hold, and their result is dropped.
+    # Kept blocks are computed with the rest, whatever they contain, and their results are discarded.
     refreshed = orthogonalize(moment, basis, method=method, iterations=iterations)
     torch.where(chosen, refreshed.basis.to(basis.dtype), basis, out=basis)
     return RefreshCounts(skipped=(~accepted).sum(), fallbacks=(refreshed.fell_back & accepted).sum())

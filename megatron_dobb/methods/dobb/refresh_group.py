@@ -1,4 +1,4 @@
-"""Moments summed to their owners, bases sent to their holders: the only traffic that Dobb adds, on refresh steps.
+"""Sum moments to their owners and send bases to their holders: the only traffic that Dobb adds, on refresh steps.
 
 One `RefreshGroup` serves all weights of one block width whose tokens are summed over one process group. Every
 refresh makes the same three collectives on every rank of the group, whatever tokens a rank saw:
@@ -36,14 +36,14 @@ from .orthogonalize import Method
 
 @dataclass(frozen=True)
 class HeldWeight:
-    """One managed weight as a rank sees it.
+    """Managed weight, as seen by one rank.
 
     Attributes:
         key: the weight's name, the same on all ranks of the group.
         blocks: blocks in a row of the weight (of its tensor-parallel part, when the columns are split).
         width: of each block, `b`.
-        held: the blocks of which this rank's shard holds a row, ascending.
-        may_be_idle: whether a step without a token is ordinary (an expert that nothing was routed to).
+        held: the blocks with a row in this rank's shard, ascending.
+        may_be_idle: whether a step without tokens is normal (an expert that received none).
     """
 
     key: str
@@ -61,7 +61,7 @@ class RefreshCounts:
     fallbacks: int = 0
 
     def add(self, other: "RefreshCounts") -> None:
-        """Count those of another refresh too."""
+        """Add the counts of another refresh."""
         self.skipped += other.skipped
         self.fallbacks += other.fallbacks
 
@@ -69,7 +69,7 @@ class RefreshCounts:
 def share_out[Key: Any](
     members: Mapping[Key, Sequence[HeldWeight]], group: dist.ProcessGroup | None
 ) -> dict[Key, BlockOwnership]:
-    """Share the blocks of all refresh groups of one process group out at once, so that their work adds up evenly.
+    """Assign the blocks of all refresh groups in a process group together, to balance their total work.
 
     Collective over the group: one gather, however many members there are.
 
@@ -79,7 +79,7 @@ def share_out[Key: Any](
         group: the process group over which tokens differ; None for a single process.
 
     Returns:
-        For each refresh group, who owns its blocks.
+        The ownership of each refresh group's blocks.
 
     Raises:
         LayoutError: on every rank, if the ranks disagree about the weights, or hold no row of some block.
@@ -114,10 +114,10 @@ def share_out[Key: Any](
 class RefreshGroup:
     """Moments at their owners and bases at owners and holders, for weights of one width and one process group.
 
-    A refresh is `reduce`, `renew` and `exchange`, of which the second computes and the others communicate.
+    A refresh consists of `reduce`, `renew` and `exchange`: `renew` computes, the other two communicate.
 
     Attributes:
-        held: the blocks of which this rank holds a row, ascending: the first of `kept`.
+        held: the blocks with a row on this rank, ascending: the first of `kept`.
         owned: the blocks whose moments are here, ascending; `moment [owned, b, b]` follows them.
         kept: `held`, then what is owned without being held, ascending; `basis [kept, b, b]` follows them.
         owned_positions: where each of `owned` is among `kept`.
@@ -129,7 +129,7 @@ class RefreshGroup:
         moment_dtype: storage of the moments.
         basis_dtype: storage of the bases.
         device: where both live.
-        transport_dtype: of the captured sums on their way to where they are added up, fp32 or bf16.
+        transport_dtype: dtype for communicating captured sums, fp32 or bf16.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class RefreshGroup:
         return torch.cat([counts, self._unseen(tokens)[None]]).to(torch.int32)
 
     def exchange(self, counts: Tensor) -> RefreshCounts:
-        """Send the bases that `renew` has made, and its counts, to who needs them; collective.
+        """Send the bases and counts from `renew` to the ranks that need them; collective.
 
         Returns:
             Counts over all ranks of the group.
@@ -268,7 +268,7 @@ class RefreshGroup:
     # Construction.
 
     def _plan_moments(self) -> None:
-        """Fix what of the flat buffer this rank sends where, and what it gets."""
+        """Compute this rank's sends and receives of the flat buffer."""
         self.triangle = triangle(self.width)
         self.first_token = sum(w.blocks for w in self.weights) * self.triangle
         self.flow = self.ownership.moment_route(self.count_terms)
@@ -326,7 +326,7 @@ class RefreshGroup:
         return received
 
     def _unseen(self, tokens: Tensor) -> Tensor:
-        """The number, from 1, of an owned weight that saw no token though it should have; 0 if there is none."""
+        """Find an owned weight that should have seen tokens but saw none; return its number from 1, or 0."""
         unseen = torch.where(tokens == 0, self.owned_numbers, 0)
         return torch.cat([unseen, unseen.new_zeros(1)]).amax()
 
@@ -354,7 +354,7 @@ class RefreshGroup:
         outgoing = torch.cat([piece for pair in pairs for piece in pair])
         received = outgoing.new_empty(sum(self.basis_receive_sizes))
         dist.all_to_all_single(received, outgoing, self.basis_receive_sizes, self.basis_send_sizes, group=self.group)
-        # What is joined anew starts at an aligned address, which a view of another dtype needs.
+        # Concatenation makes a new tensor at an aligned address, which a view of another dtype needs.
         pieces = received.split(_pieces(self.basis_receive_sizes))
         arrived = torch.cat(pieces[1::2]).view(self.basis.dtype).view(-1, self.width, self.width)
         self.basis.index_copy_(0, self.received_positions, arrived)
@@ -362,9 +362,9 @@ class RefreshGroup:
 
 
 def _pieces(sizes: Sequence[int]) -> list[int]:
-    """Cut messages of some sizes, one after another, into bytes of counts and bytes of blocks by turns.
+    """Split consecutive messages of given sizes into alternating byte ranges of counts and of blocks.
 
-    Most ranks get no blocks from another, only counts; those of neighbours are one piece.
+    Most ranks get only counts from one another, no blocks; adjacent counts form one piece.
     """
     pieces, counts = [], 0
     for size in sizes:
@@ -376,7 +376,7 @@ def _pieces(sizes: Sequence[int]) -> list[int]:
 
 
 def _split(count: int, dtype: torch.dtype, terms: int) -> list[int]:
-    """A count as a sum of `terms` numbers of a dtype, each what the ones before it leave."""
+    """Split a count into a sum of `terms` numbers of a dtype, each the remainder left by the ones before it."""
     parts = []
     for _ in range(terms):
         parts.append(int(torch.tensor(count, dtype=dtype, device="cpu")))

@@ -1,10 +1,10 @@
-"""On which steps each weight's bases are refreshed."""
+"""Schedule of the steps on which each weight's bases are refreshed."""
 
 from collections.abc import Mapping
 
 
 def phases(work_of: Mapping[str, int], interval: int) -> dict[str, int]:
-    """Deal the weights of a whole model out to the `interval` steps of a staggered refresh (`--dobb-stagger`).
+    """Assign the weights of a whole model to the `interval` steps of a staggered refresh (`--dobb-stagger`).
 
     Weights with the most work go first, each to the step with the least work so far, on a tie to the earliest. Only
     the names, their work and the interval matter, so that every layout of the model has the same schedule.
@@ -26,9 +26,9 @@ def phases(work_of: Mapping[str, int], interval: int) -> dict[str, int]:
 
 
 def is_due(step: int, phase: int, interval: int) -> bool:
-    """Whether the step after `step` attempted ones refreshes the weights of a phase.
+    """Return whether the step after `step` attempted ones refreshes the weights of a phase.
 
-    The first step refreshes all weights; those of phase `p` then have their turn on every step that lies `p` steps
-    behind a multiple of the interval. Without staggering all weights have phase 0.
+    The first step refreshes all weights; those of phase `p` are then refreshed on every step that lies `p` steps behind
+    a multiple of the interval. Without staggering all weights have phase 0.
     """
     return step == 0 or step % interval == phase

@@ -9,7 +9,7 @@ from . import kernels, update
 ROWS, BLOCKS, WIDTH = 64, 3, 48
 LR, DECAY, MU, TAU = 0.1, 0.1, 0.95, 0.2
 MOST_ERROR = 1e-4
-"""Of a basis: `|Q^T Q - I|`, elementwise."""
+"""Elementwise tolerance on `|Q^T Q - I|` of a basis."""
 
 
 def update_problem(device: torch.device) -> str | None:

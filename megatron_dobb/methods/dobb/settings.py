@@ -186,7 +186,7 @@ class DobbConfig(Settings):
             )
 
     def _move_patterns(self) -> None:
-        """Make `blocks` a number: a mapping moves to `blocks_for`, but for the count of `*`."""
+        """Reduce `blocks` to a number: a mapping moves to `blocks_for`, except the count of `*`."""
         if isinstance(self.blocks, Mapping) and isinstance(self.blocks_for, Mapping):
             per_pattern = dict(self.blocks)
             self._settle("blocks", per_pattern.pop("*", None))
@@ -230,7 +230,7 @@ class DobbConfig(Settings):
 
     @property
     def captures(self) -> bool:
-        """Whether the second moments come from the model's forward or backward pass."""
+        """Return whether the second moments come from the model's forward or backward pass."""
         return self.source in ("activation", "output-gradient")
 
     def blocks_of(self, weight_name: str) -> Asked:
@@ -248,11 +248,11 @@ class DobbConfig(Settings):
         return first_match(self.blocks_for, weight_name)
 
     def excluded(self, weight_name: str) -> bool:
-        """Whether the user sent this weight to AdamW."""
+        """Return whether the user sent this weight to AdamW."""
         return first_match(self.exclude, weight_name) is not None
 
     def patterns_matching(self, weight_name: str) -> set[str]:
-        """The user's patterns that name this weight."""
+        """Return the user's patterns that match this weight."""
         logged = () if self.excluded(weight_name) else self.log_diagnostics_weights
         return {p for p in (*self.exclude, *self.blocks_for, *logged) if matches(p, weight_name)}
 
@@ -265,7 +265,7 @@ class DobbConfig(Settings):
         check_used(self, used)
 
     def diagnosed(self, weight_name: str) -> bool:
-        """Whether the diagnostics of a weight are logged."""
+        """Return whether the diagnostics of a weight are logged."""
         patterns = self.log_diagnostics_weights
         return not patterns or first_match(patterns, weight_name) is not None
 

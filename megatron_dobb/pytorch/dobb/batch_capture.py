@@ -10,9 +10,9 @@ from ...methods.dobb.capture import Capture
 
 
 class BatchCapture(Capture):
-    """A capture that counts sequences along the leading dimension of the model's own input.
+    """Capture that counts sequences along the leading dimension of the model's own input.
 
-    A layer that sees sequences flattened into tokens then gives its share of them, in proportion.
+    From a layer whose input flattens sequences into tokens, it takes a proportional share of the tokens.
     """
 
     style: ClassVar[Style] = Style.KEYWORD
@@ -32,7 +32,7 @@ class BatchCapture(Capture):
         return -(-sequences * super().taken(batch) // batch) if batch else 0
 
     def backward_has_run(self) -> bool:
-        """Whether no forward call of this step still waits for its gradients. True before the first one."""
+        """Return whether no forward call of this step still waits for gradients; true before the first call."""
         return self.gradients is None or self.gradients != self._gradients()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

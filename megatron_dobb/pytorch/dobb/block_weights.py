@@ -15,7 +15,7 @@ from ..select_weights import LinearWeight, Predicate, linear_layers, select_weig
 
 @dataclass(frozen=True)
 class BlockWeight(LinearWeight):
-    """A weight on Dobb.
+    """Weight managed by Dobb.
 
     Attributes:
         width: columns in one block, `b`; rows, on the output side.
@@ -36,7 +36,7 @@ class BlockWeight(LinearWeight):
         return f", with {self.blocks} blocks of {self.width} columns"
 
     def sources(self) -> Iterator[Source]:
-        """The layers at which the activations of this weight can be seen, on the side of its blocks."""
+        """Return the layers that expose this weight's activations, on the side of its blocks."""
         for module in self.modules:
             if self.output_side:
                 yield Source(self.name, module, self.width, _output, 0, of_gradient=True)
@@ -62,7 +62,7 @@ def select_block_weights(root: nn.Module, config: DobbConfig, predicates: Sequen
         predicates: functions of a weight's name and the weight; one that returns true leaves it to AdamW.
 
     Raises:
-        ConfigError: if a name pattern names nothing.
+        ConfigError: if a name pattern matches nothing.
         BlockError: if the blocks do not divide a layer's input features.
         UnsupportedError: if weights are shards of some other library.
     """

@@ -31,7 +31,7 @@ def check_sink(config: DobbConfig, sink: Sink | None, *, is_first: bool) -> None
 
     Args:
         config: the settings.
-        sink: what was given as `diagnostics`.
+        sink: the `diagnostics` argument.
         is_first: whether this is the first rank, which alone calls it; other ranks need not give it.
     """
     interval = config.log_diagnostics_interval

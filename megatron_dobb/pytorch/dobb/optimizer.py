@@ -35,7 +35,7 @@ COUNTERS = ("attempted_steps", "capture_sequences")
 FORM = StateForm(STATE, "Dobb", KEYS, COUNTERS, {"side": "input", "source": "activation"})
 
 _owner_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Dobb]]" = weakref.WeakKeyDictionary()
-"""The Dobb whose hooks are on a layer."""
+"""Dobb instance with hooks on a layer, by layer."""
 
 
 class Dobb(MatrixOptimizer[BlockWeight]):
@@ -43,7 +43,7 @@ class Dobb(MatrixOptimizer[BlockWeight]):
 
         optimizer = Dobb(model, lr=1e-3, weight_decay=0.1)
 
-    Dobb looks at the input activations of the layers through forward hooks, which it puts on the model here. Use it
+    Dobb captures the layers' input activations with forward hooks, which it registers on the model here. Use it
     like any optimizer, with learning-rate schedulers, gradient accumulation, `GradScaler`, activation recompute and
     DistributedDataParallel; ranks share the work of the refreshes. Each call of the model in training mode is one
     micro-batch, and the leading dimension of its input counts sequences.
@@ -151,7 +151,7 @@ class Dobb(MatrixOptimizer[BlockWeight]):
         self._begin_step()
 
     def remove_hooks(self) -> None:
-        """Take the hooks off the model, so that another Dobb can be built for it. The next refresh would fail."""
+        """Remove the hooks, so that another Dobb can be built for the model. This one's next refresh would fail."""
         self._remove()
 
     # Steps.
@@ -195,7 +195,7 @@ class Dobb(MatrixOptimizer[BlockWeight]):
         super()._check_gradients()
 
     def _take_sums(self) -> dict[str, MomentSum]:
-        """What this refresh adds to the moments, on this rank."""
+        """Return this rank's contribution to the moments in this refresh."""
         if self.config.captures:
             return self._capture.sums
         sums = {}
@@ -222,7 +222,7 @@ class Dobb(MatrixOptimizer[BlockWeight]):
             )
 
     def _idle(self, sums: Mapping[str, MomentSum]) -> list[str]:
-        """The weights that this step did not use on any rank: no token and no gradient."""
+        """Find the weights that no rank used in this step: no token and no gradient."""
         weights = [weight for weight in self.on_dobb.values() if weight.name in sums]
         seen = torch.tensor([[sums[w.name].tokens, sums[w.name].calls, _has_gradient(w, sums)] for w in weights])
         if self._group is not None:
@@ -293,16 +293,16 @@ class Dobb(MatrixOptimizer[BlockWeight]):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """State as of every optimizer, and the names of the weights under `dobb`; the same on every rank."""
+        """Return standard optimizer state, plus the names of the weights under `dobb`; the same on every rank."""
         self._note_counters()
         return {**super().state_dict(), STATE: {"names": list(self.on_dobb)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, on any number of ranks; every rank loads the same.
+        """Load a `state_dict`, saved on any number of ranks; every rank loads the same one.
 
         Raises:
-            ConfigError: if the state has no part of Dobb's, or not exactly that of these weights and blocks. Nothing
-                was changed then.
+            ConfigError: if the state lacks Dobb's part or does not match these weights and blocks exactly. Nothing is
+                changed in that case.
         """
         saved = saved_state.read(state_dict, self.param_groups, self.on_dobb, self._live, FORM, self._facts())
         super().load_state_dict(saved.of_adamw)
@@ -321,7 +321,7 @@ class Dobb(MatrixOptimizer[BlockWeight]):
         return {"side": self.config.side, "source": self.config.source or ""}
 
     def _show_state(self) -> None:
-        """Let `self.state` and the param groups have what they have in an optimizer that has taken a step."""
+        """Fill `self.state` and the param groups with the entries of an optimizer that has taken a step."""
         self.state.update({self.on_dobb[name].parameter: tensors for name, tensors in self._live.items()})
         saved_state.begin_adamw(self.state, self.param_groups, STATE)
         self._note_counters()
@@ -359,7 +359,7 @@ def _release(capture: BatchCapture) -> None:
 
 
 def _has_gradient(weight: BlockWeight, sums: Mapping[str, MomentSum]) -> bool:
-    """Whether something flowed back to a weight; zeros say so only of one that was called."""
+    """Return whether a gradient reached a weight; a zero gradient counts only if the weight was called."""
     gradient = weight.parameter.grad
     return gradient is not None and (sums[weight.name].calls > 0 or bool(gradient.any()))
 

@@ -1,4 +1,4 @@
-"""The moments and bases of a model whose weights are whole on every rank."""
+"""Moments and bases of a model with whole weights on every rank."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -62,7 +62,7 @@ class ModelBases:
         self.moments.append(_space_for_all(refresh_group))
 
     def due(self, step: int) -> set[str]:
-        """The weights whose bases the step after `step` attempted ones refreshes."""
+        """List the weights to refresh on the step after `step` attempted ones."""
         if self.config.source == "none":
             return set()
         interval = self.config.refresh_interval
@@ -88,7 +88,7 @@ class ModelBases:
         return [(blocks, bases.clone()) for blocks, _, bases in self.blocks() if blocks[0][0] in weights]
 
     def refresh(self, sums: Mapping[str, MomentSum]) -> RefreshCounts:
-        """Run `RefreshGroup.refresh` for the groups of whose weights there are sums."""
+        """Run `RefreshGroup.refresh` for the groups with captured sums."""
         counts = RefreshCounts()
         for group, moments in zip(self.groups, self.moments, strict=True):
             if group.weights[0].key not in sums:
@@ -106,7 +106,7 @@ class ModelBases:
         return counts
 
     def take_owned_moments(self) -> None:
-        """Give the owners their part of moments that were loaded."""
+        """Copy the owned part of loaded moments to the owners."""
         for group, moments in zip(self.groups, self.moments, strict=True):
             group.moment.copy_(moments[group.owned_positions])
 
