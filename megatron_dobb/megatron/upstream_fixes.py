@@ -1,4 +1,4 @@
-"""Repairs of what Megatron's distributed optimizer does with checkpoints. Nothing here knows of a method.
+"""Fix how Megatron's distributed optimizer saves and loads checkpoints. Nothing here depends on a method.
 
 * `fully_reshardable` cuts parameters out of buffers without padding at the places they have in the padded buffers:
   from the second bucket on, the saved state belongs to other parameters (megatron-core 0.19; later ones are left
@@ -48,7 +48,7 @@ class UpstreamFixes(DistributedOptimizer):
         self.taken_steps += 1
         return succeeded
 
-    # What does not depend on the rank.
+    # State that is the same on every rank.
 
     def allocate_state(self) -> None:
         """Give every parameter the state that it has after a step, where it has none yet."""
@@ -234,7 +234,7 @@ class UpstreamFixes(DistributedOptimizer):
 
     @torch.no_grad()
     def _take_whole_masters(self, state: dict[int, dict[str, Tensor]]) -> None:
-        """Let every rank have the masters whole where they are parts of the parameters.
+        """Give every rank whole masters where they are views of the parameters.
 
         If the weights were saved in a coarser type, each rank would otherwise compute with the masters it owns and with
         rounded values of the others until their first step.

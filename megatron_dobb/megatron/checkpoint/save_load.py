@@ -1,4 +1,4 @@
-"""Save and load what Megatron's own code does not know of a method: run metadata, own tensors, param groups."""
+"""Save and load the parts of a method that Megatron does not know: run metadata, own tensors, param groups."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ class ExtraState[R: RunMetadata]:
     metadata_class: type[R] = RunMetadata  # type: ignore[assignment]  # the default of R
 
     def metadata(self, *, experts_apart: bool) -> R:
-        """The run metadata of now. Collective over all ranks of the job."""
+        """The current run metadata. Collective over all ranks of the job."""
         return self.metadata_class(experts_apart=experts_apart)
 
     def check(self, run: R) -> None:
@@ -36,10 +36,10 @@ class ExtraState[R: RunMetadata]:
         return {}
 
     def resume(self, loaded: dict[str, Any], run: R | None) -> None:
-        """Take over what `to_load` asked for; without a run, another optimizer wrote the checkpoint: start afresh."""
+        """Take over the tensors that `to_load` requested; without a run, another optimizer wrote the checkpoint."""
 
     def discard(self) -> None:
-        """Give up what is under way: other state is about to come."""
+        """Discard work in progress: other state is about to be loaded."""
 
 
 class MethodCheckpoint:

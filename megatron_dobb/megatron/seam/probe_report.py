@@ -1,4 +1,4 @@
-"""Whether Dobb can attach to the Megatron that is here, found out without starting anything."""
+"""Test whether Dobb can attach to the installed Megatron, without starting a run."""
 
 import importlib
 import importlib.util
