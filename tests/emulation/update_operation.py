@@ -30,7 +30,7 @@ def update(
     device: Device | None = None,
     schedules: Sequence[Schedule] = SCHEDULES,
 ) -> int:
-    """`ops.update` for segments of one width; returns the number of coefficients that are not finite.
+    """`kernels.update` for segments of one width; returns the number of coefficients that are not finite.
 
     Args:
         harness: runs the kernels.
@@ -42,9 +42,9 @@ def update(
         nesterov: project `mu M + (1 - mu) G`.
         update_scale: `tau`.
         kernels: those of one pass, or those around a library's products.
-        precision: as in `ops.update`.
-        copies: as in `ops.update`.
-        column_scales: as in `ops.update`.
+        precision: as in `kernels.update`.
+        copies: as in `kernels.update`.
+        column_scales: as in `kernels.update`.
         misaligned: for each segment, how many elements after a multiple of 16 bytes its tensors begin.
         slab: rows and blocks in one product of the wide kernels.
         device: what the launcher is told of the GPU.

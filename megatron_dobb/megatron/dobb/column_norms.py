@@ -51,7 +51,7 @@ class ColumnNorms:
     def scales(
         self, segments: Sequence[Segment], gradients: Sequence[Tensor], *, momentum: float, nesterov: bool
     ) -> list[Tensor]:
-        """The `column_scales` of `ops.update`, `[held, b]` for each segment. Collective over every group.
+        """The `column_scales` of `kernels.update`, `[held, b]` for each segment. Collective over every group.
 
         Args:
             segments: of all weights of this rank.

@@ -76,7 +76,7 @@ class Capture:
         ranks: number of data-parallel ranks that hold different sequences.
         default_to_first: with `sequences` None, settle it at the first captured micro-batch as one micro-batch of
             every rank.
-        backend: backend that computes the sums; see `ops.gram_`.
+        backend: backend that computes the sums; see `kernels.gram_`.
         on_complete: called on an armed step at the end of the forward call after which no rank takes anything more.
         microbatches: number of micro-batches per step on each rank, None if unknown; used only when all sequences are
             taken.

@@ -47,7 +47,7 @@ def update(
     copies: Sequence[Tensor | None] | None = None,
     column_scales: Sequence[Tensor] | None = None,
 ) -> Pending:
-    """Update every segment in place by one step: `reference.update`, fused if the extension allows.
+    """Update every segment in place by one step: `update.update`, fused if the extension allows.
 
     Args:
         segments: what to update.

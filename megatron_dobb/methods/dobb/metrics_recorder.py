@@ -65,7 +65,7 @@ class Observer:
         """Record a segment's latest update.
 
         Returns:
-            Its direction, see `diagnostics.update_direction`; None if the weight is not to be logged.
+            Its direction, see `metrics.update_direction`; None if the weight is not to be logged.
         """
         if not self.config.diagnosed(segment.name):
             return None

@@ -126,7 +126,7 @@ def refresh_(
         beta: see `fold`.
         method: see `refresh_basis`.
         iterations: see `refresh_basis`.
-        orthogonalize: function that computes the new bases: plain PyTorch, or `ops.refresh_basis`.
+        orthogonalize: function that computes the new bases: plain PyTorch, or `kernels.refresh_basis`.
 
     Raises:
         ConfigError: from `refresh_basis`.

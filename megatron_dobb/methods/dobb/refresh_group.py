@@ -191,7 +191,7 @@ class RefreshGroup:
             beta: decay of the moments.
             method: how to orthogonalise.
             iterations: orthogonal iterations.
-            backend: see `ops.refresh_basis`.
+            backend: see `kernels.refresh_basis`.
 
         Returns:
             Counts over all ranks of the group.

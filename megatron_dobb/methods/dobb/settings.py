@@ -1,4 +1,4 @@
-"""Declare every setting of Dobb. Defaults are the paper's principal configuration (PAPER, section 4)."""
+"""Declare every setting of Dobb. Defaults are the paper's principal configuration (the paper, section 4)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
