@@ -9,7 +9,7 @@ Every result of the last two is checked; a block that fails is done again with H
 reported. With the first two, a feature that never carried any activation, and starts from the identity, stays
 exactly apart from all others; `eigh` may mix such features with each other.
 
-This is the plain statement; `kernels.refresh_basis` runs the extension's on a CPU. On a GPU this is what runs. There all
+This is the plain statement; `kernels.refresh_basis` runs the extension's on a CPU. On a GPU this is what runs, and all
 blocks of one width go through each operation in one call: of PyTorch 2.14's, `cholesky_ex` is one batched cuSOLVER
 call for more than one block, `solve_triangular` one batched cuBLAS call (one call per block for up to 8 blocks of
 width 64 or more), and neither waits for the device. `qr` and `eigh` may take one block after the other. `cholesky`
