@@ -110,7 +110,7 @@ class Worker:
             return call()
 
     def _hand_over(self, reads: Iterable[Tensor]) -> Any:
-        """Let the side stream read the program's tensors; return the event after which they are written."""
+        """Let the side stream read the program's tensors; return an event recorded after they were written."""
         if self.stream is None:
             return None
         for tensor in reads:

@@ -20,7 +20,7 @@ _warned: set[str] = set()
 
 
 def may_use_extension(device_type: str, backend: Backend) -> bool:
-    """Return whether an operator may run in the extension; unlike `chooses_extension`, never raise or warn."""
+    """Return whether an operator may run in the extension; `chooses_extension` also raises or warns if it cannot."""
     return backend != "reference" and extension.runs_on(device_type)
 
 

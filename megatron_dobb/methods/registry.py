@@ -81,3 +81,8 @@ def methods() -> Iterator[Method]:
 def register(method: Method) -> None:
     """Add a method, or replace the one with the same name."""
     _METHODS[method.name] = method
+
+
+def unregister(method: Method) -> None:
+    """Remove a method that `register` added."""
+    _METHODS.pop(method.name, None)

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import sign_momentum
 import torch
 from checkpoint_runs import FORMATS, go_on, load, save, train_and_save
 from global_form import merge
@@ -28,6 +29,12 @@ DP_ONLY, FULLY = FORMATS
 
 FLIPPED = 1e-4
 """Part of all entries whose sign may differ: of momenta within rounding of zero. Found: none."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def method():
+    with sign_momentum.registered():
+        yield
 
 
 @pytest.fixture(scope="module")

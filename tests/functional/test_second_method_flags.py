@@ -1,7 +1,14 @@
 """A second method in Megatron's training loop, started by its flags."""
 
-import sign_momentum  # noqa: F401  (registers the method before the flags are made)
+import pytest
+import sign_momentum
 from pretrain_runs import train
+
+
+@pytest.fixture(autouse=True)
+def method():
+    with sign_momentum.registered():
+        yield
 
 
 def test_sign_momentum_trains_saves_and_resumes_by_its_flags(tmp_path):
