@@ -316,9 +316,20 @@ def _gpu() -> Iterator[Result]:
     elif torch.version.cuda is None and driver is None:
         yield "note", "no NVIDIA driver on this machine, and no CUDA in PyTorch"
     else:
-        hidden = f"; CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
-        remedy = "run the doctor where the training will run, with a PyTorch built for a CUDA that its driver supports"
-        yield "warning", f"PyTorch (CUDA {torch.version.cuda}) sees no GPU with NVIDIA driver {driver}{hidden}", remedy
+        if torch.version.cuda is None:
+            reason = f"it is built without CUDA, and the NVIDIA driver is {driver}"
+            remedy = "install a CUDA build of PyTorch"
+                f"it is built without CUDA, and the NVIDIA driver is {driver}",
+                "install a CUDA build of PyTorch",
+            )
+        elif (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            reason, remedy = f"CUDA_VISIBLE_DEVICES is {hidden!r}", "unset CUDA_VISIBLE_DEVICES to see all GPUs"
+        elif driver is None:
+            reason, remedy = "there is no NVIDIA driver on this machine", "run the doctor where the training will run"
+        else:
+            reason = f"NVIDIA driver {driver} does not serve its CUDA {torch.version.cuda}"
+            remedy = "see what nvidia-smi says; a newer CUDA in PyTorch needs a newer driver"
+        yield "warning", f"PyTorch sees no GPU: {reason}", remedy
 
 
 def _gpus() -> list[tuple[int, tuple[str, str]]]:

@@ -142,13 +142,22 @@ def test_a_pytorch_without_cuda_works_on_cpus(machine):
     assert "install a CUDA build of PyTorch" in verdict(findings)
 
 
-@pytest.mark.parametrize(("cuda", "driver"), [(None, "580.1"), ("13.0", "580.1"), ("13.0", None)])
-def test_a_gpu_that_cannot_be_used_is_told_with_driver_cuda_and_what_hides_it(monkeypatch, machine, cuda, driver):
+@pytest.mark.parametrize(
+    ("cuda", "driver", "hidden", "reason"),
+    [
+        (None, "580.1", None, "it is built without CUDA, and the NVIDIA driver is 580.1"),
+        ("13.0", "580.1", "7", "CUDA_VISIBLE_DEVICES is '7'"),
+        ("13.0", None, None, "there is no NVIDIA driver on this machine"),
+        ("13.0", "535.1", None, "NVIDIA driver 535.1 does not serve its CUDA 13.0"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_told_with_the_reason(monkeypatch, machine, cuda, driver, hidden, reason):
     machine(cuda, driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    text = only(found("gpu"), "warning").text
-    assert text == f"PyTorch (CUDA {cuda}) sees no GPU with NVIDIA driver {driver}; CUDA_VISIBLE_DEVICES is '7'"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert only(found("gpu"), "warning").text == f"PyTorch sees no GPU: {reason}"
 
 
 def test_an_old_megatron_is_not_usable_with_its_version_range_and_remedy(megatron_at):
