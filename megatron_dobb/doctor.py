@@ -319,9 +319,6 @@ def _gpu() -> Iterator[Result]:
         if torch.version.cuda is None:
             reason = f"it is built without CUDA, and the NVIDIA driver is {driver}"
             remedy = "install a CUDA build of PyTorch"
-                f"it is built without CUDA, and the NVIDIA driver is {driver}",
-                "install a CUDA build of PyTorch",
-            )
         elif (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             reason, remedy = f"CUDA_VISIBLE_DEVICES is {hidden!r}", "unset CUDA_VISIBLE_DEVICES to see all GPUs"
         elif driver is None:

@@ -11,7 +11,7 @@ PYBIND11_MODULE(_C, module) {
     module.doc() = "Kernels of megatron_dobb; use megatron_dobb.methods.dobb.kernels";
     module.attr("torch_version") = DOBB_TORCH_VERSION;
     module.attr("compiler") = DOBB_COMPILER;
-    module.attr("sources") = DOBB_SOURCES;                        // as megatron_dobb/kernels/source_digest.py tells them
+    module.attr("sources") = DOBB_SOURCES;  // as megatron_dobb/kernels/source_digest.py tells them
     module.attr("cuda_architectures") = DOBB_CUDA_ARCHITECTURES;  // empty without CUDA kernels
 #ifdef _OPENMP
     module.attr("parallel") = true;

@@ -9,7 +9,8 @@ namespace dobb {
 // Constants that megatron_dobb/methods/dobb/orthogonalize.py states and explains.
 constexpr float kMaxError = 1e-5f, kDamping = 1e-5f, kShiftPerColumn = 1e-7f;
 
-// One more pass than in megatron_dobb/methods/dobb/orthogonalize.py, for blocks of nearly equal features; others stop before.
+// One more pass than in megatron_dobb/methods/dobb/orthogonalize.py, for blocks of nearly equal features; others stop
+// before.
 constexpr int kCholeskyPasses = 4;
 
 // From this width on, the work inside a block is shared out to the threads as well.
