@@ -14,6 +14,8 @@ import pytest
 import torch
 from te_cases import BATCH, BLOCKS, CASES, MODELS, ONE
 
+pytestmark = pytest.mark.full
+
 ASK_FOR_REAL_CLASSES = "MEGATRON_DOBB_REAL_TE"
 TOKENS = BATCH * 16
 KINDS = {
